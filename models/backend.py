@@ -66,7 +66,7 @@ def available(x: Tensor) -> bool:
     return on_cuda(x) and x.dtype != torch.float64 and (x.is_meta or _installed())
 
 
-def leave_out_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
+def disable_compile(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that torch.compile must call as it is, because tracing it fails or takes minutes.
 
     `torch.compiler.disable` would import the compiler with this file, which takes as long as importing torch.
@@ -85,7 +85,7 @@ def leave_out_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def missing_fla() -> ImportError:
+def missing_fla_error() -> ImportError:
     """Return the error that a missing flash-linear-attention package causes."""
     return ImportError(
         "CUDA training in 16 bits needs flash-linear-attention and Triton: pip install flash-linear-attention "

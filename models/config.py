@@ -193,7 +193,7 @@ class ModelConfig:
                 sizes |= mixer_sizes(self, self.options_of(name))
         return sizes
 
-    def context_refused(self) -> str:
+    def context_parallel_error(self) -> str:
         """Return why this model does not support context parallelism, or an empty string if it does."""
         try:
             check_context_parallel(self, 2, 1 << 30)

@@ -55,7 +55,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     settings = checkpoint.read_config_yaml(source)
     model = ModelConfig(**settings["model"])
     length = settings["batch"]["sequence_length"]
-    target, limits = Layout(tensor, pipeline), replace(limits_of(model, length), context_refused="not stored")
+    target, limits = Layout(tensor, pipeline), replace(limits_of(model, length), context_parallel_error="not stored")
     for key, problem in layout_problems(target, limits):
         near = " or ".join(
             f"--tensor {layout.tensor} --pipeline {layout.pipeline}"

@@ -40,19 +40,19 @@ class Limits:
         cut_sizes: configuration key -> a number that the tensor size must divide.
         num_layers: residual blocks; a pipeline stage holds at least one.
         sequence_length: context (and sequence) parallelism must divide it.
-        context_refused: why no sequence can be split over processes; empty where it can.
+        context_parallel_error: why no sequence can be split over processes; empty where it can.
     """
 
     cut_sizes: Mapping[str, int]
     num_layers: int
     sequence_length: int
-    context_refused: str = ""
+    context_parallel_error: str = ""
 
 
 def limits_of(model: Any, sequence_length: int) -> Limits:
-    """The limits of a model section, as far as it tells them (`cut_sizes()`, `num_layers`, `context_refused()`)."""
+    """The limits of a model section, as far as it tells them (`cut_sizes()`, `num_layers`, `context_parallel_error()`)."""
     cut_sizes = getattr(model, "cut_sizes", dict)
-    refused = getattr(model, "context_refused", str)
+    refused = getattr(model, "context_parallel_error", str)
     return Limits(cut_sizes(), getattr(model, "num_layers", 1), sequence_length, refused())
 
 
@@ -66,8 +66,8 @@ def layout_problems(layout: Layout, limits: Limits) -> Iterator[tuple[str, str]]
             "pipeline",
             f"= {layout.pipeline}: at most one stage a block, model.num_layers = {limits.num_layers}, is allowed",
         )
-    if layout.context > 1 and limits.context_refused:
-        yield "context", f"= {layout.context}: {limits.context_refused}; 1 is allowed"
+    if layout.context > 1 and limits.context_parallel_error:
+        yield "context", f"= {layout.context}: {limits.context_parallel_error}; 1 is allowed"
     if layout.sequence_parallel and layout.tensor == 1:
         yield "sequence_parallel", "= true needs parallel.tensor > 1: set it to false, or cut the layers"
     parts = layout.context * (layout.tensor if layout.sequence_parallel else 1)

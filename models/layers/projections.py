@@ -39,7 +39,7 @@ def linear(config: ModelShape, inputs: int, outputs: int, *, bias: bool = False,
     return layer
 
 
-def head_numbers(config: ModelShape) -> Tensor:
+def head_indices(config: ModelShape) -> Tensor:
     """Return the head numbers 0, ..., num_heads - 1, from which some mixers compute their decays.
 
     A model on the meta device gets real values too, because no checkpoint holds them.

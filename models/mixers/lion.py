@@ -258,7 +258,7 @@ class Lion(nn.Module):
             F.pad(v, (0, 1), value=1.0) if lstm else v,
             decay_logits=logits,
             phi=phi,
-            scaled=self.options.scaled and not lstm,
+            normalized=self.options.scaled and not lstm,
             mask=mask,
             cu_seqlens=cu_seqlens,
             mask_convention=self.options.mask_convention,

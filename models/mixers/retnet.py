@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layers.embedding import token_positions
 from ..layers.gated_norm import gated_head_norm
-from ..layers.projections import head_numbers, linear
+from ..layers.projections import head_indices, linear
 from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, require_at_least, require_divisor, require_positive
@@ -69,7 +69,7 @@ class RetNet(nn.Module):
         self.gate_proj = linear(config, size, inner)
         self.out_proj = linear(config, inner, size, output=True)
         # Integers, so that the decays stay exact if the module is cast to 16 bits.
-        self.register_buffer("head_index", head_numbers(config), persistent=False)
+        self.register_buffer("head_index", head_indices(config), persistent=False)
         self._size = size
 
     @staticmethod

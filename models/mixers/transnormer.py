@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.embedding import token_positions
-from ..layers.projections import head_numbers, linear
+from ..layers.projections import head_indices, linear
 from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import ModelShape
@@ -68,7 +68,7 @@ class TransNormer(nn.Module):
         has_phase = options.phase == "all" or (options.phase == "first" and layer_index == 0)
         self.theta = nn.Parameter(options.phase_base ** (-channel / self.head_dim)) if has_phase else None
         # Integers, so that the decays stay exact if the module is cast to 16 bits.
-        self.register_buffer("head_index", head_numbers(config), persistent=False)
+        self.register_buffer("head_index", head_indices(config), persistent=False)
         self.rate = -8 / config.num_heads * (1 - layer_index / config.num_layers)
         self._size = size
 

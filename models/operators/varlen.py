@@ -10,13 +10,13 @@ from ..recompute import recomputable
 
 
 def check_packed(x: Tensor, cu_seqlens: Tensor) -> None:
-    """Raise ValueError unless x [batch, length, ...] is one row that cu_seqlens covers (`check_covers`)."""
+    """Raise ValueError unless x [batch, length, ...] is one row that cu_seqlens covers (`check_cu_seqlens`)."""
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs batch 1 with the segments packed along the length, got {list(x.shape)}")
-    check_covers(cu_seqlens, x.shape[1])
+    check_cu_seqlens(cu_seqlens, x.shape[1])
 
 
-def check_covers(cu_seqlens: Tensor, length: int) -> None:
+def check_cu_seqlens(cu_seqlens: Tensor, length: int) -> None:
     """Raise ValueError unless cu_seqlens [segments + 1] rises from 0 to the length. On CUDA the values are not read."""
     # Reading a CUDA tensor would synchronise with the device.
     if not cu_seqlens.is_cpu:

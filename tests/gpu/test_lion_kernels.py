@@ -59,7 +59,7 @@ def test_every_dtype_and_head_size(form: str, dim: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("length", [1, 32, 64, 65, 128, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lengths(form: str, length: int, dtype: torch.dtype) -> None:
-    check(random_inputs((3, length, 2, 64), dtype, 3.0), form=form, scaled=length > 1)
+    check(random_inputs((3, length, 2, 64), dtype, 3.0), form=form, normalized=length > 1)
 
 
 @pytest.mark.parametrize("length", [100, 300])
@@ -88,10 +88,10 @@ def test_projected_decay_logits_and_gradients(length: int, dtype: torch.dtype, b
 @pytest.mark.parametrize("dim", [40, 64, 128])
 def test_the_feature_map_and_a_gate_of_every_token(length: int, dtype: torch.dtype, dim: int) -> None:
     _, _, v, gate, dy = random_inputs((4, length, HEADS, dim), dtype, 3.0)
-    for phi, scaled in (("silu", True), ("silu_paper", False)):
+    for phi, normalized in (("silu", True), ("silu_paper", False)):
         q, k = (torch.randn(4, length, HEADS, dim, device="cuda").to(dtype) for _ in range(2))
-        check([q, k, v, gate, dy], form="auto", phi=phi, scaled=scaled)
-        check([q, k, v, gate[0, 0].clone(), dy], form="auto", phi=phi, scaled=scaled)
+        check([q, k, v, gate, dy], form="auto", phi=phi, normalized=normalized)
+        check([q, k, v, gate[0, 0].clone(), dy], form="auto", phi=phi, normalized=normalized)
 
 
 def test_many_short_sequences() -> None:
@@ -104,14 +104,14 @@ def test_many_short_sequences() -> None:
 @pytest.mark.parametrize("dim", [32, 40, 64])
 def test_short_sequences_by_the_automatic_choice(length: int, dim: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        check(random_inputs((5, length, 3, dim), dtype, 1.0), form="auto", scaled=length > 1)
+        check(random_inputs((5, length, 3, dim), dtype, 1.0), form="auto", normalized=length > 1)
 
 
 @pytest.mark.parametrize("length", [129, 512, 700])
 @pytest.mark.parametrize("dim", [32, 40, 64])
 def test_many_sequences(length: int, dim: int) -> None:
     check(random_inputs((40, length, 8, dim), torch.bfloat16, 2.0), form="triton_chunk")
-    check(random_inputs((40, length, 8, dim), torch.bfloat16, 6.0), form="triton_chunk", scaled=False)
+    check(random_inputs((40, length, 8, dim), torch.bfloat16, 6.0), form="triton_chunk", normalized=False)
     cu_seqlens = torch.tensor([0, 0, 30, 31, 64, length], device="cuda", dtype=torch.int32)
     check(random_inputs((1, length, 256, dim), torch.bfloat16, 2.0), form="triton_chunk", cu_seqlens=cu_seqlens)
 
@@ -132,8 +132,8 @@ def test_decay_gradient_over_a_long_sequence() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("dim", [64, 80, 256])
 def test_sequences_cut_into_stretches(dtype: torch.dtype, dim: int) -> None:
-    for scaled in (True, False):
-        check(random_inputs((1, 3000, 2, dim), dtype, 5.0), form="auto", scaled=scaled)
+    for normalized in (True, False):
+        check(random_inputs((1, 3000, 2, dim), dtype, 5.0), form="auto", normalized=normalized)
     cu_seqlens = torch.tensor([0, 500, 501, 1900, 1984, 3000], device="cuda", dtype=torch.int32)
     check(random_inputs((1, 3000, 2, dim), dtype, 5.0), form="auto", cu_seqlens=cu_seqlens)
 

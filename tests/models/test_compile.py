@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from models.backend import leave_out_of_graphs
+from models.backend import disable_compile
 from models.block import Block
 from models.config import ModelConfig
 
@@ -57,7 +57,7 @@ def test_generated_code(tmp_path, monkeypatch):
 def test_function_left_out_of_graphs_runs_eagerly():
     traced = []
 
-    @leave_out_of_graphs
+    @disable_compile
     def kernel(x: torch.Tensor) -> torch.Tensor:
         traced.append(torch.compiler.is_compiling())
         return x + 1

@@ -34,20 +34,21 @@ from .chunk_state import (
     take_state,
 )
 from .common import (
-    NO_GATE,
+    NO_DECAY,
     Kernel,
     LionCase,
+    LionInputs,
     base,
     block,
     decay_factor,
-    empty_gate_gradient,
+    empty_decay_gradient,
     load_rows,
     load_scale,
     load_sums,
     per_token,
     running_sum,
     signed,
-    store_gate_gradient,
+    store_decay_gradient,
     store_rows,
 )
 
@@ -63,57 +64,40 @@ def chunk(case: LionCase) -> int | None:
     return chunk_size(case.dtype)
 
 
-def forward(
-    case: LionCase,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    b: Tensor | None,
-    segments: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def forward(case: LionCase, x: LionInputs, sums: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Compute y as `tile.forward`.
 
     The backward pass saves the states if they are no larger than k and v, else recomputes them.
     """
     running, outputs = _forward_launches(case)
-    if case.mode != NO_GATE and b is None:
-        b = per_token(case, q)
-        running(b, gate, bias)
-    states, sums = states_between_chunks(case, False, k, v, b, segments)
+    b = sums
+    if case.mode != NO_DECAY and b is None:
+        b = per_token(case, x.q)
+        running(b, x.decay, x.bias)
+    states, columns = states_between_chunks(case, False, x.k, x.v, b, x.segments)
     # Allocated after the first launches: with short sequences the device waits for the host.
-    y = torch.empty_like(v)
-    den = per_token(case, q) if case.scaled else None
-    outputs(q, k, v, b, segments, states, sums, y, den)
-    small = states.nbytes <= k.nbytes + v.nbytes
-    return y, (den, b, states if small else None, sums if small else None)
+    y = torch.empty_like(x.v)
+    den = per_token(case, x.q) if case.normalized else None
+    outputs(x.q, x.k, x.v, b, x.segments, states, columns, y, den)
+    small = states.nbytes <= x.k.nbytes + x.v.nbytes
+    return y, (den, b, states if small else None, columns if small else None)
 
 
 def backward(
-    case: LionCase,
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    segments: Tensor | None,
-    y: Tensor,
-    saved: tuple[Tensor | None, ...],
+    case: LionCase, dy: Tensor, x: LionInputs, y: Tensor, saved: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute all gradients as `tile.backward`."""
-    den, b, states, sums = saved
+    den, b, states, columns = saved
     delta = None if den is None else torch.empty_like(den)
     if states is None:
-        states, sums = states_between_chunks(case, False, k, v, b, segments)
-    d_states, d_sums = states_between_chunks(case, True, q, dy, b, segments, y, den, delta)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dgate = empty_gate_gradient(case, q, gate, -(-case.length // chunk_size(case.dtype)))
+        states, columns = states_between_chunks(case, False, x.k, x.v, b, x.segments)
+    d_states, d_columns = states_between_chunks(case, True, x.q, dy, b, x.segments, y, den, delta)
+    dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+    d_decay = empty_decay_gradient(case, x, -(-case.length // chunk_size(case.dtype)))
     _backward_launch(case)(
-        dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate
+        dy, *x[:5], b, x.segments, states, columns, d_states, d_columns, den, delta, dq, dk, dv, d_decay
     )
-    return dq, dk, dv, dgate
+    return dq, dk, dv, d_decay
 
 
 @lru_cache(4096)
@@ -155,12 +139,12 @@ def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, i
 def _lion_chunk_forward(
     q, k, v, b, segments, states, sums, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n, bh = tl.program_id(0), tl.program_id(2)
     t, ck, cv = n * C + tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     q, k = base(q, bh, T, H, K), base(k, bh, T, H, K)
-    if GATE != 0:
+    if DECAY != 0:
         b += bh.to(tl.int64) * T
     here = bh.to(tl.int64) * tl.num_programs(0) + n
     there = here + tl.num_programs(2).to(tl.int64) * tl.num_programs(0)
@@ -168,8 +152,8 @@ def _lion_chunk_forward(
     value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV)
     held_left = load_state(states, here, ck, cv, K, V, BK, BV)
     held_right = load_state(states, there, ck, cv, K, V, BK, BV)
-    column_left, column_right = load_column(sums, here, ck, K, SCALED), load_column(sums, there, ck, K, SCALED)
-    left, right, _ = edge_factors(b, segments, n, t, T, C, GATE, SEGMENTS)
+    column_left, column_right = load_column(sums, here, ck, K, NORMALIZED), load_column(sums, there, ck, K, NORMALIZED)
+    left, right, _ = edge_factors(b, segments, n, t, T, C, DECAY, SEGMENTS)
     a = tl.zeros([C, C], tl.float32)
     for block_k in range(0, K, BK):
         d = block_k + ck
@@ -179,8 +163,8 @@ def _lion_chunk_forward(
             a,
             input_precision=PRECISION,
         )
-    until = load_sums(b, t, T, GATE)
-    a *= decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS)
+    until = load_sums(b, t, T, DECAY)
+    a *= decay_factor(until, until, segments, t, t, T, DECAY, SEGMENTS)
     total = tl.sum(a, 1)
     out = tl.dot(a.to(value.dtype), value, input_precision=PRECISION)
     for side in tl.static_range(2):
@@ -191,13 +175,13 @@ def _lion_chunk_forward(
             tile = take_rows(query, q, t, d, T, H, K, BK)
             state = take_state(held, states, near, d, cv, K, V, BK, BV)
             part = tl.dot(tile.to(state.dtype), state, part, input_precision=PRECISION)
-            if SCALED:
+            if NORMALIZED:
                 column = take_column(column_held, sums, near, d, K, BK)
                 part_total += tl.sum(tile * column[None, :], 1)
         weight = left if side == 0 else right
         out += part * weight[:, None]
         total += part_total * weight
-    if SCALED:
+    if NORMALIZED:
         out = out / (total + eps)[:, None]
         if tl.program_id(1) == 0:
             tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
@@ -206,15 +190,15 @@ def _lion_chunk_forward(
 
 @triton.jit
 def _lion_chunk_backward(
-    dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, T, H, eps,
+    dy, q, k, v, decay, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, d_decay, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients of a chunk. Tiles of pairs are [queries, keys]; terms of dk and dv inside are transposed."""
     n, bh = tl.program_id(0), tl.program_id(1)
     t, ck, cv = n * C + tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     q, k, v, dy = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V), base(dy, bh, T, H, V)
-    if GATE != 0:
+    if DECAY != 0:
         b += bh.to(tl.int64) * T
     here = bh.to(tl.int64) * tl.num_programs(0) + n
     there = here + tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
@@ -224,13 +208,13 @@ def _lion_chunk_backward(
     held_right = load_state(states, there, ck, cv, K, V, BK, BV)
     d_held_left = load_state(d_states, here, ck, cv, K, V, BK, BV)
     d_held_right = load_state(d_states, there, ck, cv, K, V, BK, BV)
-    column_left, column_right = load_column(sums, here, ck, K, SCALED), load_column(sums, there, ck, K, SCALED)
-    d_column_left = load_column(d_sums, here, ck, K, SCALED)
-    d_column_right = load_column(d_sums, there, ck, K, SCALED)
-    left, right, through = edge_factors(b, segments, n, t, T, C, GATE, SEGMENTS)
-    scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
-    until = load_sums(b, t, T, GATE)
-    if GATE != 0:
+    column_left, column_right = load_column(sums, here, ck, K, NORMALIZED), load_column(sums, there, ck, K, NORMALIZED)
+    d_column_left = load_column(d_sums, here, ck, K, NORMALIZED)
+    d_column_right = load_column(d_sums, there, ck, K, NORMALIZED)
+    left, right, through = edge_factors(b, segments, n, t, T, C, DECAY, SEGMENTS)
+    scale, inner = load_scale(den, delta, bh, t, T, eps, NORMALIZED)
+    until = load_sums(b, t, T, DECAY)
+    if DECAY != 0:
         passed, passed_column = tl.zeros([BK, BV], tl.float32), tl.zeros([BK], tl.float32)
         for side in tl.static_range(2):
             near, far = (here, there) if side == 0 else (there, here)
@@ -243,7 +227,7 @@ def _lion_chunk_backward(
                     state = take_state(held, states, near, d_k, d_v, K, V, BK, BV).to(tl.float32)
                     d_state = take_state(d_held, d_states, far, d_k, d_v, K, V, BK, BV)
                     passed += state * d_state.to(tl.float32)
-                if SCALED:
+                if NORMALIZED:
                     d_column = take_column(d_column_held, d_sums, far, d_k, K, BK)
                     passed_column += take_column(column_held, sums, near, d_k, K, BK) * d_column
         passing = tl.sum(tl.sum(passed, 1) + passed_column, 0)
@@ -265,10 +249,10 @@ def _lion_chunk_backward(
             ds,
             input_precision=PRECISION,
         )
-    factor = decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS) * scale[:, None]
+    factor = decay_factor(until, until, segments, t, t, T, DECAY, SEGMENTS) * scale[:, None]
     p = (a * factor).to(dy.dtype.element_ty)
     ds = (ds - inner[:, None]) * factor
-    if GATE != 0:
+    if DECAY != 0:
         w = signed(a * ds, t, t)
         d_inside = tl.sum(w, 1) - tl.sum(w, 0)
         d_left, d_right = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
@@ -302,12 +286,12 @@ def _lion_chunk_backward(
                 state = take_state(held, d_states, near, d_k, d_v, K, V, BK, BV)
                 tile = take_rows(value, v, t, d_v, T, H, V, BV).to(state.dtype)
                 part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
-            if SCALED:
+            if NORMALIZED:
                 column_held = d_column_left if side == 0 else d_column_right
                 part += take_column(column_held, d_sums, near, d_k, K, BK)[None, :]
             part *= (left if side == 0 else right)[:, None]
             d_key += part
-            if GATE != 0:
+            if DECAY != 0:
                 edge = tl.sum(again * part, 1)
                 if side == 0:
                     d_left += edge
@@ -327,21 +311,23 @@ def _lion_chunk_backward(
                 state = take_state(held, states, near, d_k, d_v, K, V, BK, BV)
                 tile = take_rows(grad, dy, t, d_v, T, H, V, BV).to(state.dtype)
                 part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
-            if SCALED:
+            if NORMALIZED:
                 column_held = column_left if side == 0 else column_right
                 part -= inner[:, None] * take_column(column_held, sums, near, d_k, K, BK)[None, :]
             part *= ((left if side == 0 else right) * scale)[:, None]
             d_query += part
-            if GATE != 0:
+            if DECAY != 0:
                 edge = tl.sum(again * part, 1)
                 if side == 0:
                     d_left += edge
                 else:
                     d_right += edge
         store_rows(base(dq, bh, T, H, K), d_query, t, d_k, T, H, K, BK)
-    if GATE != 0:
-        d_decay = passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
-        store_gate_gradient(dgate, gate, bias, bh, d_decay, t, T, H, GATE, n, tl.num_programs(0))
+    if DECAY != 0:
+        d_log_decay = (
+            passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
+        )
+        store_decay_gradient(d_decay, decay, bias, bh, d_log_decay, t, T, H, DECAY, n, tl.num_programs(0))
 
 
 CHUNK = Kernel(chunk, forward, backward)

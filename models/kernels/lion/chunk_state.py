@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..launch import Launch
 from .common import (
-    NO_GATE,
+    NO_DECAY,
     LionCase,
     base,
     block,
@@ -55,12 +55,12 @@ def states_between_chunks(
     """Return the states before each chunk from the left [0] and from the right [1]: of k and [v, 1], or (backward) q and u.
 
     Backward also fills delta with dy . y per row.
-    Returns [2, batch * heads, chunks, head_dim_k, head_dim_v], and if scaled the normalizer's column of the states, float32
+    Returns [2, batch * heads, chunks, head_dim_k, head_dim_v], and if normalized the normalizer's column of the states, float32
     [2, batch * heads, chunks, head_dim_k].
     """
     scan = _scan(case, backward)
     states = x.new_empty((*scan.shape, case.dim_v), dtype=scan.dtype)
-    sums = x.new_empty(scan.shape, dtype=torch.float32) if case.scaled else None
+    sums = x.new_empty(scan.shape, dtype=torch.float32) if case.normalized else None
     if scan.inner is not None:
         scan.inner(y, out, delta)
     if scan.splits == 1:
@@ -119,7 +119,7 @@ def _scan(case: LionCase, backward: bool) -> _Scan:
         return Launch(
             _lion_states, (blocks, 2 * splits, case.batch * case.heads),
             *case.sizes(), chunks, splits, case.dim_k, case.dim_v, block_k, block_v, size, splits > 1, ends,
-            backward, inner, mode != NO_GATE, *flags, num_warps=warps, num_stages=stages, maxnreg=registers,
+            backward, inner, mode != NO_DECAY, *flags, num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
 
     launches: tuple[Launch, ...] = (scan(False, inside),)
@@ -128,7 +128,7 @@ def _scan(case: LionCase, backward: bool) -> _Scan:
         carry = Launch(_lion_states_carry, (-(-words // 512), programs), splits, words, heads, 512, num_warps=4)
         launches = scan(True, inside), carry, scan(False, False)
     dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
-    inner = row_inner(case) if backward and case.scaled and not inside else None
+    inner = row_inner(case) if backward and case.normalized and not inside else None
     return _Scan(splits, (2, case.batch * case.heads, chunks, case.dim_k), dtype, inner, launches)
 
 
@@ -147,7 +147,7 @@ def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int,
 def _lion_states(
     x, y, b, segments, out, den, delta, ends, passing, states, sums, T, H, eps, N, S,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CUT: tl.constexpr,
-    ENDS: tl.constexpr, BACKWARD: tl.constexpr, INNER: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr,
+    ENDS: tl.constexpr, BACKWARD: tl.constexpr, INNER: tl.constexpr, DECAY: tl.constexpr, NORMALIZED: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan one of S splits of N chunks in one direction.
@@ -161,9 +161,9 @@ def _lion_states(
     from_right, split, bh = tl.program_id(1) // S, tl.program_id(1) % S, tl.program_id(2)
     ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
     x, y = base(x, bh, T, H, K), base(y, bh, T, H, V)
-    if INNER and SCALED:
+    if INNER and NORMALIZED:
         out = base(out, bh, T, H, V)
-    if GATE:
+    if DECAY:
         b += bh.to(tl.int64) * T
     direction = (from_right * tl.num_programs(2) + bh).to(tl.int64)
     here = direction * N
@@ -188,20 +188,20 @@ def _lion_states(
                 state.to(states.dtype.element_ty),
                 mask=inside,
             )
-            if SCALED and bv == 0:
+            if NORMALIZED and bv == 0:
                 tl.store(sums + (here + n) * K + ck, column, mask=ck < K)
         first, last = n * C, tl.minimum(n * C + C, T) - 1
         t = first + tl.arange(0, C)
         tile = load_columns(x, t, ck, T, H, K, BK)
         value = load_rows(y, t, cv, T, H, V, BV)
-        if INNER and SCALED:
+        if INNER and NORMALIZED:
             inner = tl.sum(value.to(tl.float32) * load_rows(out, t, cv, T, H, V, BV).to(tl.float32), 1)
             if from_right == 0 and bk == 0:
                 tl.store(delta + bh.to(tl.int64) * T + t, inner, mask=t < T)
         value = value.to(rounded)
         weight = tl.where(t < T, 1.0, 0.0)
         keep = 1.0
-        if GATE:
+        if DECAY:
             total, until = tl.load(b + last), tl.load(b + t, mask=t < T, other=0.0)
             weight = tl.exp2(tl.where(from_right == 0, total - until, until))
             keep = tl.exp2(total)
@@ -213,14 +213,14 @@ def _lion_states(
             weight = tl.where(tl.load(segments + t, mask=t < T, other=-1) == edge, weight, 0.0)
             keep = tl.where(neighbour == edge, keep, 0.0)
         if BACKWARD:
-            if INNER and SCALED:
+            if INNER and NORMALIZED:
                 scale = row_scale(den, bh, t, T, eps)
             else:
-                scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
+                scale, inner = load_scale(den, delta, bh, t, T, eps, NORMALIZED)
             weight *= scale
         weighted = tile * weight[None, :]
         state = tl.dot(weighted.to(rounded), value, state * keep, input_precision=PRECISION)
-        if SCALED:
+        if NORMALIZED:
             if BACKWARD:
                 weighted *= -inner[None, :]
             column = column * keep + tl.sum(weighted, 1)
@@ -276,9 +276,9 @@ def take_state(held, states, here, rows, columns, K: tl.constexpr, V: tl.constex
 
 
 @triton.jit
-def load_column(sums, here, rows, K: tl.constexpr, SCALED: tl.constexpr):
+def load_column(sums, here, rows, K: tl.constexpr, NORMALIZED: tl.constexpr):
     """Return the normalizer's column of the state at `here`."""
-    if SCALED:
+    if NORMALIZED:
         return tl.load(sums + here * K + rows, mask=rows < K, other=0.0)
     else:
         return tl.zeros([rows.shape[0]], tl.float32)
@@ -294,12 +294,12 @@ def take_column(held, sums, here, rows, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def edge_factors(b, segments, n, t, T, C: tl.constexpr, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+def edge_factors(b, segments, n, t, T, C: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr):
     """Return the factors of tokens t on the states from the left and right of chunk n, and of the chunk on a state."""
     left = tl.where(t < T, 1.0, 0.0)
     right = left
     through = 1.0
-    if GATE != 0:
+    if DECAY != 0:
         until, total = tl.load(b + t, mask=t < T, other=0.0), tl.load(b + tl.minimum(n * C + C, T) - 1)
         left, right = left * tl.exp2(until), right * tl.exp2(total - until)
         through = tl.exp2(total)

@@ -22,9 +22,9 @@ try:
 except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
-# Source of the decay: none; its logarithm; log decay = logsigmoid(gate), or logsigmoid(gate + bias of the head); or
+# Source of the decay: none; the log decay; log decay = logsigmoid(logits), or logsigmoid(logits + bias of the head); or
 # logsigmoid(bias) for every token.
-NO_GATE, LOG_DECAY, LOGITS, BIASED_LOGITS, BIAS = 0, 1, 2, 3, 4
+NO_DECAY, LOG_DECAY, LOGITS, BIASED_LOGITS, BIAS = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,21 +38,36 @@ class LionCase:
     dim_k: int
     dim_v: int
     dtype: torch.dtype
-    gate_dtype: torch.dtype | None
+    decay_dtype: torch.dtype | None
     mode: int
-    scaled: bool
+    normalized: bool
     packed: bool
 
     def sizes(self) -> tuple[int, int, float]:
         return self.length, self.heads, NORMALIZER_EPS
 
     def flags(self) -> tuple[int, bool, bool, str]:
-        """Return mode, scaled, packed, and the precision of float32 matmuls.
+        """Return mode, normalized, packed, and the precision of float32 matmuls.
 
-        It is float32: a gate's gradient is a running sum of differences that nearly cancel, too imprecise with three TF32
+        It is float32: the gradient of the decay is a running sum of differences that nearly cancel, too imprecise with three TF32
         matmuls.
         """
-        return self.mode, self.scaled, self.packed, "ieee" if self.dtype == torch.float32 else "tf32"
+        return self.mode, self.normalized, self.packed, "ieee" if self.dtype == torch.float32 else "tf32"
+
+
+class LionInputs(NamedTuple):
+    """Hold the inputs of a kernel, contiguous.
+
+    q, k: [batch, length, heads, head_dim_k]; v: [..., head_dim_v]. decay: [batch, length, heads], log decays or their logits as
+    `LionCase.mode` says, or None; bias: [heads] or None. segments: int32 [length], rising segment numbers (batch 1), or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor | None
+    bias: Tensor | None
+    segments: Tensor | None
 
 
 class Kernel(NamedTuple):
@@ -115,40 +130,40 @@ def store_columns(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr, EVEN:
 
 
 @triton.jit
-def _load_gate(gate, bias, bh, t, T, H, GATE: tl.constexpr):
-    if GATE == 4:
+def _load_decay(decay, bias, bh, t, T, H, DECAY: tl.constexpr):
+    if DECAY == 4:
         x = tl.where(t < T, tl.load(bias + bh % H).to(tl.float32), 0.0)
     else:
-        x = tl.load(base(gate, bh, T, H, 1) + t * H, mask=t < T, other=0.0).to(tl.float32)
-    if GATE == 3:
+        x = tl.load(base(decay, bh, T, H, 1) + t * H, mask=t < T, other=0.0).to(tl.float32)
+    if DECAY == 3:
         x += tl.load(bias + bh % H).to(tl.float32)
     return x
 
 
 @triton.jit
-def log_decay(x, GATE: tl.constexpr):
-    """Return the log decay to base 2 in float32 of gate values x."""
-    if GATE >= 2:
+def log_decay(x, DECAY: tl.constexpr):
+    """Return the log decay to base 2 in float32 of log decays or logits x."""
+    if DECAY >= 2:
         x = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
     return tl.maximum(x, -100.0) * 1.4426950408889634
 
 
 @triton.jit
-def load_log_decay(gate, bias, bh, t, T, H, GATE: tl.constexpr):
+def load_log_decay(decay, bias, bh, t, T, H, DECAY: tl.constexpr):
     """Return `log_decay` of tokens t; 0 outside."""
-    return tl.where(t < T, log_decay(_load_gate(gate, bias, bh, t, T, H, GATE), GATE), 0.0)
+    return tl.where(t < T, log_decay(_load_decay(decay, bias, bh, t, T, H, DECAY), DECAY), 0.0)
 
 
 @triton.jit
-def store_gate_gradient(dgate, gate, bias, bh, d_log_decay, t, T, H, GATE: tl.constexpr, part=0, parts=1):
-    """Store the gate's gradient at tokens t. For a bias alone, store their sum as one part of the sequence."""
-    if GATE >= 2:
-        d_log_decay = d_log_decay * tl.sigmoid(-_load_gate(gate, bias, bh, t, T, H, GATE))
-    if GATE == 4:
+def store_decay_gradient(d_decay, decay, bias, bh, d_log_decay, t, T, H, DECAY: tl.constexpr, part=0, parts=1):
+    """Store the gradient of the log decay or its logits at tokens t; for a bias alone, their sum as one part."""
+    if DECAY >= 2:
+        d_log_decay = d_log_decay * tl.sigmoid(-_load_decay(decay, bias, bh, t, T, H, DECAY))
+    if DECAY == 4:
         total = tl.sum(tl.where(t < T, d_log_decay, 0.0), 0)
-        tl.store(dgate + ((bh // H) * parts + part) * H + bh % H, total)
+        tl.store(d_decay + ((bh // H) * parts + part) * H + bh % H, total)
     else:
-        tl.store(base(dgate, bh, T, H, 1) + t * H, d_log_decay.to(dgate.dtype.element_ty), mask=t < T)
+        tl.store(base(d_decay, bh, T, H, 1) + t * H, d_log_decay.to(d_decay.dtype.element_ty), mask=t < T)
 
 
 @triton.jit
@@ -159,9 +174,9 @@ def row_scale(den, bh, t, T, eps):
 
 
 @triton.jit
-def load_scale(den, delta, bh, t, T, eps, SCALED: tl.constexpr):
+def load_scale(den, delta, bh, t, T, eps, NORMALIZED: tl.constexpr):
     """Return `row_scale` and dy . y per row."""
-    if SCALED:
+    if NORMALIZED:
         scale = row_scale(den, bh, t, T, eps)
         inner = tl.load(delta + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
     else:
@@ -171,17 +186,17 @@ def load_scale(den, delta, bh, t, T, eps, SCALED: tl.constexpr):
 
 
 @triton.jit
-def load_sums(c, t, T, GATE: tl.constexpr):
-    """Return running sums at tokens t; 0 outside and without a gate. c: the address of this head's first sum."""
-    if GATE != 0:
+def load_sums(c, t, T, DECAY: tl.constexpr):
+    """Return running sums at tokens t; 0 outside and without a decay. c: the address of this head's first sum."""
+    if DECAY != 0:
         return tl.load(c + t, mask=t < T, other=0.0)
     return tl.where(t < T, 0.0, 0.0)
 
 
 @triton.jit
-def decay_factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+def decay_factor(c_a, c_b, segments, a, b, T, DECAY: tl.constexpr, SEGMENTS: tl.constexpr):
     """Return M at [a, b]: 2^-|c_a - c_b|, 0 between segments. Undefined beyond T, where q, k and v are 0."""
-    if GATE != 0:
+    if DECAY != 0:
         factor = tl.exp2(-tl.abs(c_a[:, None] - c_b[None, :]))
     else:
         factor = tl.full([a.shape[0], b.shape[0]], 1.0, tl.float32)
@@ -215,13 +230,13 @@ def _lion_row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: t
 
 
 @triton.jit(do_not_specialize=["T"])
-def _lion_running_sum(c, gate, bias, T, H, GATE: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
+def _lion_running_sum(c, decay, bias, T, H, DECAY: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(1)
     total = 0.0
     first = tl.program_id(0) * BT
     for start in range(first, first + BT if RESTART else T, BT):
         t = start + tl.arange(0, BT)
-        g = load_log_decay(gate, bias, bh, t, T, H, GATE)
+        g = load_log_decay(decay, bias, bh, t, T, H, DECAY)
         tl.store(c + bh.to(tl.int64) * T + t, total + tl.cumsum(g, 0), mask=t < T)
         total += tl.sum(g, 0)
 
@@ -238,7 +253,7 @@ def row_inner(case: LionCase) -> Launch:
 
 @lru_cache(4096)
 def running_sum(case: LionCase, chunk: int | None = None) -> Launch:
-    """Return the launch (c, gate, bias): c receives running sums of the log decay to base 2, float32 [batch, heads, length].
+    """Return the launch (c, decay, bias): c receives running sums of the log decay to base 2, float32 [batch, heads, length].
 
     chunk: a power of two; the sums restart after every `chunk` tokens.
     """
@@ -252,11 +267,11 @@ def per_token(case: LionCase, like: Tensor) -> Tensor:
     return like.new_empty((case.batch, case.heads, case.length), dtype=torch.float32)
 
 
-def empty_gate_gradient(case: LionCase, q: Tensor, gate: Tensor | None, parts: int = 1) -> Tensor | None:
-    """Return the uninitialised tensor that `store_gate_gradient` fills, with `parts` parts per sequence."""
+def empty_decay_gradient(case: LionCase, x: LionInputs, parts: int = 1) -> Tensor | None:
+    """Return the uninitialised tensor that `store_decay_gradient` fills, with `parts` parts per sequence."""
     if case.mode == BIAS:
-        return q.new_empty((case.batch * parts, case.heads), dtype=torch.float32)
-    return None if gate is None else torch.empty_like(gate)
+        return x.q.new_empty((case.batch * parts, case.heads), dtype=torch.float32)
+    return None if x.decay is None else torch.empty_like(x.decay)
 
 
 @lru_cache

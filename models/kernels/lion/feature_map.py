@@ -36,7 +36,7 @@ def normalised_silu(x: Tensor, phi: str, dtype: torch.dtype) -> Tensor:
     return _NormalisedSiLU.apply(x, PHI[phi], dtype)
 
 
-def both(q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
+def feature_maps(q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
     """Return the feature maps of q and k, of one shape and dtype, both `aligned`; no autograd. phi: a value of `PHI`."""
     y, z = torch.empty_like(q), torch.empty_like(k)
     if q.numel():
@@ -44,8 +44,8 @@ def both(q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
     return y, z
 
 
-def both_gradients(dy: Tensor, dz: Tensor, q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
-    """Replace dy and dz, the gradients of the results of `both`, by those of q and k, and return them."""
+def feature_map_gradients(dy: Tensor, dz: Tensor, q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
+    """Replace dy and dz, the gradients of the results of `feature_maps`, by those of q and k, and return them."""
     if q.numel():
         _launches(q.device, q.dtype, q.dtype, q.numel(), q.shape[-1], phi, 2)[1](dy, q, dy, dz, k, dz)
     return dy, dz

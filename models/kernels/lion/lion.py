@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...recompute import recomputable
 from .chunk import CHUNK
-from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_GATE, Kernel, LionCase
-from .feature_map import PHI, both, both_gradients, normalised_silu
-from .gate import project, project_backward
+from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_DECAY, Kernel, LionCase, LionInputs
+from .decay_logits import project, project_backward
+from .feature_map import PHI, feature_map_gradients, feature_maps, normalised_silu
 from .tile import TILE
 
 
@@ -30,7 +30,7 @@ def lion(
     bias: Tensor | None = None,
     logits: bool = False,
     phi: str | None = None,
-    scaled: bool = True,
+    normalized: bool = True,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     kernel: str,
@@ -59,11 +59,11 @@ def lion(
     if cu_seqlens is not None:
         positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         segments = torch.searchsorted(cu_seqlens[1:].to(positions), positions, right=True, out_int32=True)
-    gate = next((x for x in (source, decay, bias) if x is not None), None)
-    alone = gate is bias and gate is not None
-    chosen, case = _case(
-        kernel, q.get_device(), q.shape, v.shape[-1], v.dtype, None if gate is None else gate.dtype, logits, bias is not None,
-        alone, scaled, segments is not None,
+    alone = source is None and decay is None and bias is not None
+    origin = next((x for x in (source, decay, bias) if x is not None), None)
+    selected, case = _case(
+        kernel, q.get_device(), q.shape, v.shape[-1], v.dtype, None if origin is None else origin.dtype, logits,
+        bias is not None, alone, normalized, segments is not None,
     )  # fmt: skip
     # Padded keys are set to 0 after the feature map.
     if phi is not None and not (mask is None and q.dtype == k.dtype == v.dtype):
@@ -73,7 +73,8 @@ def lion(
         q, k = q.masked_fill(padding[..., None], 0.0), k.masked_fill(padding[..., None], 0.0)
         if decay is not None:
             decay = decay.masked_fill(padding, torch.inf if logits else 0.0)
-    return _Lion.apply(q, k, v, decay, source, weight, bias, segments, 0 if phi is None else PHI[phi], chosen, case)
+    inputs = q, k, v, decay, bias, segments
+    return _Lion.apply(*inputs, source, weight, 0 if phi is None else PHI[phi], selected, case)
 
 
 @lru_cache(4096)
@@ -83,11 +84,11 @@ def _case(
     shape: torch.Size,
     dim_v: int,
     dtype: torch.dtype,
-    gate_dtype: torch.dtype | None,
+    decay_dtype: torch.dtype | None,
     logits: bool,
     biased: bool,
     alone: bool,
-    scaled: bool,
+    normalized: bool,
     packed: bool,
 ) -> tuple[Kernel, LionCase]:
     batch, length, heads, dim_k = shape
@@ -96,58 +97,48 @@ def _case(
             f"{length} tokens with {heads} heads of {max(dim_k, dim_v)} channels overflow 32-bit addresses: use "
             "form='chunked', or shorter sequences"
         )
-    mode = LOG_DECAY if gate_dtype is not None else NO_GATE
+    mode = LOG_DECAY if decay_dtype is not None else NO_DECAY
     if alone:
         mode = BIAS
-    elif gate_dtype is not None and logits:
+    elif decay_dtype is not None and logits:
         mode = BIASED_LOGITS if biased else LOGITS
     return _KERNELS[kernel], LionCase(
-        device, batch, length, heads, dim_k, dim_v, dtype, gate_dtype, mode, scaled, packed
+        device, batch, length, heads, dim_k, dim_v, dtype, decay_dtype, mode, normalized, packed
     )
 
 
 class _Lion(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        source: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        segments: Tensor | None,
-        phi: int,
-        kernel: Kernel,
-        case: LionCase,
-    ) -> Tensor:
-        dtype = case.dtype
-        q, k, v = _aligned(q, dtype), _aligned(k, dtype), _aligned(v, dtype)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """Compute (*LionInputs, x and weight of the projection or None, code of phi, kernel, case)."""
+        q, k, v, decay, bias, segments, source, weight, phi, kernel, case = arguments
+        q, k, v = (_aligned(x, case.dtype) for x in (q, k, v))
         raw: tuple[Tensor, ...] = (q, k) if phi else ()
         if phi:
-            q, k = both(raw[0], raw[1], phi)
-            recomputable((q, k), both, *raw, phi)
+            q, k = feature_maps(raw[0], raw[1], phi)
+            recomputable((q, k), feature_maps, *raw, phi)
         sums = None
-        if weight is not None and source is not None:
+        if source is not None:
             source, weight = _aligned(source, source.dtype), _aligned(weight, weight.dtype)
             decay, sums = project(case, kernel.chunk(case), source, weight, bias)
         elif decay is not None:
             decay = _aligned(decay, decay.dtype)
-        y, saved = kernel.forward(case, q, k, v, decay, bias, sums, segments)
-        ctx.save_for_backward(q, k, v, decay, source, weight, bias, segments, y, *raw, *saved)
+        inputs = LionInputs(q, k, v, decay, bias, segments)
+        y, saved = kernel.forward(case, inputs, sums)
+        ctx.save_for_backward(*inputs, source, weight, y, *raw, *saved)
         ctx.phi, ctx.kernel, ctx.case = phi, kernel, case
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, decay, source, weight, bias, segments, y, *saved = ctx.saved_tensors
-        case = ctx.case
+        saved = list(ctx.saved_tensors)
+        inputs, (source, weight, y), saved = LionInputs(*saved[:6]), saved[6:9], saved[9:]
         raw, saved = saved[: 2 if ctx.phi else 0], saved[2 if ctx.phi else 0 :]
-        dy = _aligned(dy, case.dtype)
-        dq, dk, dv, d_decay = ctx.kernel.backward(case, dy, q, k, v, decay, bias, segments, y, saved)
+        case: LionCase = ctx.case
+        bias: Any = inputs.bias
+        dq, dk, dv, d_decay = ctx.kernel.backward(case, _aligned(dy, case.dtype), inputs, y, saved)
         if ctx.phi:
-            dq, dk = both_gradients(dq, dk, raw[0], raw[1], ctx.phi)
+            dq, dk = feature_map_gradients(dq, dk, raw[0], raw[1], ctx.phi)
         d_source = d_weight = d_bias = None
         if source is not None:
             d_source, d_weight, d_bias = project_backward(case, d_decay, source, weight, bias)
@@ -156,7 +147,7 @@ class _Lion(torch.autograd.Function):
             d_bias, d_decay = d_decay.sum(0).to(bias.dtype), None
         elif bias is not None:
             d_bias = d_decay.view(-1, case.heads).sum(0, dtype=torch.float32).to(bias.dtype)
-        return dq, dk, dv, d_decay, d_source, d_weight, d_bias, None, None, None, None
+        return dq, dk, dv, d_decay, d_bias, None, d_source, d_weight, None, None, None
 
 
 def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:

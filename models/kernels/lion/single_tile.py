@@ -24,7 +24,7 @@ from .common import (
     load_sums,
     row_scale,
     store_columns,
-    store_gate_gradient,
+    store_decay_gradient,
     store_rows,
 )
 
@@ -49,7 +49,7 @@ def supports_single_tile(case: LionCase) -> bool:
 
 @lru_cache(4096)
 def single_tile_forward(case: LionCase) -> Launch:
-    """Return the launch (q, k, v, gate, bias, c, segments, y, den). Its programs are persistent, over all sequences."""
+    """Return the launch (q, k, v, decay, bias, c, segments, y, den). Its programs are persistent, over all sequences."""
     sequences, rows = case.batch * case.heads, block(case.length)
     multiprocessors, memory = _device(case.device)
     return Launch(
@@ -59,26 +59,9 @@ def single_tile_forward(case: LionCase) -> Launch:
     )  # fmt: skip
 
 
-def single_tile_backward(
-    case: LionCase,
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    c: Tensor | None,
-    segments: Tensor | None,
-    y: Tensor,
-    den: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dgate: Tensor | None,
-) -> None:
-    """Write dq, dk, dv and dgate."""
-    of_keys = None if c is None or all_pairs_at_once(case) else torch.empty_like(c)
-    _backward_launch(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)
+def keys_scratch(case: LionCase, c: Tensor | None) -> Tensor | None:
+    """Return the last tensor of `single_tile_backward`, of the shape of the running sums c."""
+    return None if c is None or all_pairs_at_once(case) else torch.empty_like(c)
 
 
 def all_pairs_at_once(case: LionCase) -> bool:
@@ -87,8 +70,8 @@ def all_pairs_at_once(case: LionCase) -> bool:
 
 
 @lru_cache(4096)
-def _backward_launch(case: LionCase) -> Launch:
-    """Return the launch (dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)."""
+def single_tile_backward(case: LionCase) -> Launch:
+    """Return the launch (dy, q, k, v, decay, bias, c, segments, y, den, dq, dk, dv, d_decay, `keys_scratch`)."""
     sequences, rows = case.batch * case.heads, max(_KEYS, block(case.length))
     sizes = *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows
     if all_pairs_at_once(case):
@@ -119,9 +102,9 @@ def _device(device: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+def _factor(c_a, c_b, segments, a, b, T, DECAY: tl.constexpr, SEGMENTS: tl.constexpr):
     """Return `common.decay_factor`, with a multiplication by -1 that the compiler turns into an operand's sign."""
-    if GATE != 0:
+    if DECAY != 0:
         factor = tl.exp2(tl.abs(c_a[:, None] - c_b[None, :]) * -1.0)
     else:
         factor = tl.full([a.shape[0], b.shape[0]], 1.0, tl.float32)
@@ -132,9 +115,9 @@ def _factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.conste
 
 @triton.jit
 def _lion_whole_forward(
-    q, k, v, gate, bias, c, segments, y, den, T, H, eps, N,
+    q, k, v, decay, bias, c, segments, y, den, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute every num_programs-th of N sequences, and prefetch the tiles of the next one."""
@@ -145,14 +128,14 @@ def _lion_whole_forward(
         key = load_rows(base(k, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
         value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
         c_t = tl.zeros([BM], tl.float32)
-        if GATE != 0:
-            c_t = tl.cumsum(load_log_decay(gate, bias, bh, t, T, H, GATE), 0)
+        if DECAY != 0:
+            c_t = tl.cumsum(load_log_decay(decay, bias, bh, t, T, H, DECAY), 0)
             tl.store(c + bh.to(tl.int64) * T + t, c_t, mask=t < T)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        a *= _factor(c_t, c_t, segments, t, t, T, GATE, SEGMENTS)
+        a *= _factor(c_t, c_t, segments, t, t, T, DECAY, SEGMENTS)
         total = tl.sum(a, 1)
         out = tl.dot(a.to(value.dtype), value, input_precision=PRECISION)
-        if SCALED:
+        if NORMALIZED:
             out = out / (total + eps)[:, None]
             tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
         store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV, EVEN)
@@ -160,9 +143,9 @@ def _lion_whole_forward(
 
 @triton.jit
 def _lion_whole_backward(
-    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
+    dy, q, k, v, decay, bias, c, segments, y, den, dq, dk, dv, d_decay, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of sequences as `_lion_whole_forward`; of_keys is not used."""
@@ -173,27 +156,27 @@ def _lion_whole_backward(
         key = load_rows(base(k, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
         value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
         grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
-        if SCALED:
+        if NORMALIZED:
             out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
             inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
             scale = row_scale(den, bh, t, T, eps)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         ds = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
-        c_t = load_sums(c + bh.to(tl.int64) * T if GATE != 0 else c, t, T, GATE)
-        factor = _factor(c_t, c_t, segments, t, t, T, GATE, SEGMENTS)
-        if SCALED:
+        c_t = load_sums(c + bh.to(tl.int64) * T if DECAY != 0 else c, t, T, DECAY)
+        factor = _factor(c_t, c_t, segments, t, t, T, DECAY, SEGMENTS)
+        if NORMALIZED:
             factor *= scale[:, None]
             ds -= inner[:, None]
         p = (a * factor).to(grad.dtype)
         ds *= factor
         d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
         store_columns(base(dv, bh, T, H, V), d_value, t, cv, T, H, V, BV, EVEN)
-        if GATE != 0:
+        if DECAY != 0:
             # The diagonal is in both sums and cancels.
             w = a * ds
             w = tl.where(t[:, None] >= t[None, :], w, w * -1.0)
             dc = tl.cumsum(tl.sum(w, 1) - tl.sum(w, 0), 0, reverse=True)
-            store_gate_gradient(dgate, gate, bias, bh, dc, t, T, H, GATE)
+            store_decay_gradient(d_decay, decay, bias, bh, dc, t, T, H, DECAY)
         ds = ds.to(query.dtype)
         d_query = tl.dot(ds, key, input_precision=PRECISION)
         store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK, EVEN)
@@ -203,9 +186,9 @@ def _lion_whole_backward(
 
 @triton.jit
 def _lion_whole_backward_by_keys(
-    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
+    dy, q, k, v, decay, bias, c, segments, y, den, dq, dk, dv, d_decay, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Compute all queries of a sequence at once, BN keys at a time. of_keys: scratch for the terms of dc from keys."""
     bh = tl.program_id(0)
@@ -215,11 +198,11 @@ def _lion_whole_backward_by_keys(
     grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
     first = tl.arange(0, BN)
     key, value = load_rows(k, first, ck, T, H, K, BK, EVEN), load_rows(v, first, cv, T, H, V, BV, EVEN)
-    if GATE != 0:
+    if DECAY != 0:
         c += bh.to(tl.int64) * T
         of_keys += bh.to(tl.int64) * T
-    c_t = load_sums(c, t, T, GATE)
-    if SCALED:
+    c_t = load_sums(c, t, T, DECAY)
+    if NORMALIZED:
         out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
         inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
         scale = row_scale(den, bh, t, T, eps)
@@ -232,14 +215,14 @@ def _lion_whole_backward_by_keys(
         next_key, next_value = load_rows(k, after, ck, T, H, K, BK, EVEN), load_rows(v, after, cv, T, H, V, BV, EVEN)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         ds = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
-        factor = _factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
-        if SCALED:
+        factor = _factor(c_t, load_sums(c, u, T, DECAY), segments, t, u, T, DECAY, SEGMENTS)
+        if NORMALIZED:
             factor *= scale[:, None]
             ds -= inner[:, None]
         p = (a * factor).to(grad.dtype)
         ds *= factor
         d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
-        if GATE != 0:
+        if DECAY != 0:
             # The diagonal is in both sums and cancels.
             w = a * ds
             w = tl.where(t[:, None] >= u[None, :], w, w * -1.0)
@@ -252,7 +235,7 @@ def _lion_whole_backward_by_keys(
         store_columns(dk, d_key, u, ck, T, H, K, BK, EVEN)
         key, value = next_key, next_value
     store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK, EVEN)
-    if GATE != 0:
+    if DECAY != 0:
         tl.debug_barrier()
         dc -= tl.load(of_keys + t, mask=t < T, other=0.0)
-        store_gate_gradient(dgate, gate, bias, bh, tl.cumsum(dc, 0, reverse=True), t, T, H, GATE)
+        store_decay_gradient(d_decay, decay, bias, bh, tl.cumsum(dc, 0, reverse=True), t, T, H, DECAY)

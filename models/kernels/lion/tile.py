@@ -23,13 +23,14 @@ from torch import Tensor
 
 from ..launch import Launch
 from .common import (
-    NO_GATE,
+    NO_DECAY,
     Kernel,
     LionCase,
+    LionInputs,
     base,
     block,
     decay_factor,
-    empty_gate_gradient,
+    empty_decay_gradient,
     load_log_decay,
     load_rows,
     load_scale,
@@ -39,10 +40,10 @@ from .common import (
     running_sum,
     signed,
     store_columns,
-    store_gate_gradient,
+    store_decay_gradient,
     store_rows,
 )
-from .single_tile import single_tile_backward, single_tile_forward, supports_single_tile
+from .single_tile import keys_scratch, single_tile_backward, single_tile_forward, supports_single_tile
 
 try:
     import triton
@@ -52,8 +53,8 @@ except ImportError as error:
 
 # Up to this many tokens every program of the forward pass computes the running sums of its sequence.
 _WHOLE = 128
-# Tokens per iteration of the kernel of the gate's gradient.
-_GATE_BLOCK = 256
+# Tokens per iteration of the kernel of the decay's gradient.
+_DECAY_BLOCK = 256
 
 
 def chunk(case: LionCase) -> int | None:
@@ -61,71 +62,52 @@ def chunk(case: LionCase) -> int | None:
     return None
 
 
-def forward(
-    case: LionCase,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    sums: Tensor | None,
-    segments: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+def forward(case: LionCase, x: LionInputs, sums: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return y and the tensors that `backward` needs: normalizers without eps and running sums of the log decay.
 
-    q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], gate: [batch, length, heads], bias: [heads], contiguous.
-    case.mode says how gate is read (`common.py`). sums: running sums over `chunk` tokens, or None. segments: int32 [length],
-    rising segment numbers (batch 1).
+    sums: running sums over `chunk` tokens, or None.
     """
-    y = torch.empty_like(v)
-    den = per_token(case, q) if case.scaled else None
-    c = None if case.mode == NO_GATE else per_token(case, q)
+    y = torch.empty_like(x.v)
+    den = per_token(case, y) if case.normalized else None
+    c = None if case.mode == NO_DECAY else per_token(case, y)
+    pointers = *x[:5], c, x.segments, y, den
     if supports_single_tile(case):
-        single_tile_forward(case)(q, k, v, gate, bias, c, segments, y, den)
+        single_tile_forward(case)(*pointers)
         return y, (den, c)
     running, outputs = _forward_launches(case)
     if running is not None:
-        running(c, gate, bias)
-    outputs(q, k, v, gate, bias, c, segments, y, den)
+        running(c, x.decay, x.bias)
+    outputs(*pointers)
     return y, (den, c)
 
 
 def backward(
-    case: LionCase,
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    bias: Tensor | None,
-    segments: Tensor | None,
-    y: Tensor,
-    saved: tuple[Tensor | None, ...],
+    case: LionCase, dy: Tensor, x: LionInputs, y: Tensor, saved: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and gate; for a bias alone, those of its parts, [parts, heads]."""
+    """Return the gradients of q, k, v and decay; for a bias alone, those of its parts, [parts, heads]."""
     den, c = saved
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    parts = 1 if supports_single_tile(case) else -(-case.length // _GATE_BLOCK)
-    dgate = empty_gate_gradient(case, q, gate, parts)
+    dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+    parts = 1 if supports_single_tile(case) else -(-case.length // _DECAY_BLOCK)
+    d_decay = empty_decay_gradient(case, x, parts)
     if supports_single_tile(case):
-        single_tile_backward(case, dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate)
-        return dq, dk, dv, dgate
+        single_tile_backward(case)(dy, *x[:5], c, x.segments, y, den, dq, dk, dv, d_decay, keys_scratch(case, c))
+        return dq, dk, dv, d_decay
     dc = None if c is None else torch.empty_like(c)
-    gradients, gate_gradient = _backward_launches(case)
+    gradients, decay_gradient = _backward_launches(case)
     delta = None if den is None else torch.empty_like(den)
-    if case.scaled:
+    if case.normalized:
         row_inner(case)(dy, y, delta)
-    gradients(dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc)
-    if dgate is not None:
-        gate_gradient(dc, gate, bias, dgate)
-    return dq, dk, dv, dgate
+    gradients(dy, x.q, x.k, x.v, c, x.segments, den, delta, dq, dk, dv, dc)
+    if d_decay is not None:
+        decay_gradient(dc, x.decay, x.bias, d_decay)
+    return dq, dk, dv, d_decay
 
 
 @lru_cache(4096)
 def _forward_launches(case: LionCase) -> tuple[Launch | None, Launch]:
     rows, columns, warps, stages = _forward_config(case.dim_k, case.dim_v, case.dtype)
     whole = block(case.length) if case.length <= _WHOLE else 0
-    running = None if whole or case.mode == NO_GATE else running_sum(case)
+    running = None if whole or case.mode == NO_DECAY else running_sum(case)
     outputs = Launch(
         _lion_tile_forward, (-(-case.length // rows), case.batch * case.heads),
         *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns, whole,
@@ -144,7 +126,7 @@ def _backward_launches(case: LionCase) -> tuple[Launch, Launch]:
         *case.flags(), num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return gradients, Launch(
-        _lion_gate_gradient, (programs,), case.length, case.heads, case.mode, _GATE_BLOCK, num_warps=1
+        _lion_decay_gradient, (programs,), case.length, case.heads, case.mode, _DECAY_BLOCK, num_warps=1
     )
 
 
@@ -167,20 +149,20 @@ def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, i
 
 
 @triton.jit
-def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr):
     """Return the first and one past the last token that the tile of tokens start .. start + BM - 1 must visit.
 
     All other factors are below e^-20 = 2^-28.9 or of another segment. c: running sums of this head.
     """
     low = 0
     high = T
-    if GATE != 0 or SEGMENTS:
+    if DECAY != 0 or SEGMENTS:
         end = tl.minimum(start + BM, T) - 1
         low, high = start, end + 1
         for begin in range(0, T, 512):
             t = begin + tl.arange(0, 512)
             left, right = t < start, (t > end) & (t < T)
-            if GATE != 0:
+            if DECAY != 0:
                 x = tl.load(c + t, mask=t < T, other=0.0)
                 left = left & (tl.load(c + start) - x > -28.9)
                 right = right & (x - tl.load(c + end) > -28.9)
@@ -196,9 +178,9 @@ def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.c
 
 @triton.jit
 def _lion_tile_forward(
-    q, k, v, gate, bias, c, segments, y, den, T, H, eps,
+    q, k, v, decay, bias, c, segments, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    WHOLE: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of queries. WHOLE: up to this many tokens the program computes the running sums of its sequence."""
     start, bh = tl.program_id(0) * BM, tl.program_id(1)
@@ -207,17 +189,17 @@ def _lion_tile_forward(
     query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK)
     if WHOLE != 0:
         key, value = load_rows(k, tl.arange(0, BN), ck, T, H, K, BK), load_rows(v, tl.arange(0, BN), cv, T, H, V, BV)
-    if GATE != 0:
+    if DECAY != 0:
         c += bh.to(tl.int64) * T
         if WHOLE != 0:
             every = tl.arange(0, WHOLE)
-            g = load_log_decay(gate, bias, bh, every, T, H, GATE)
+            g = load_log_decay(decay, bias, bh, every, T, H, DECAY)
             tl.store(c + every, tl.cumsum(g, 0), mask=every < T)
             tl.debug_barrier()
-    c_t = load_sums(c, t, T, GATE)
+    c_t = load_sums(c, t, T, DECAY)
     low, high = 0, T
     if WHOLE == 0:
-        low, high = _reach(c, segments, start, T, BM, BN, GATE, SEGMENTS)
+        low, high = _reach(c, segments, start, T, BM, BN, DECAY, SEGMENTS)
     total = tl.zeros([BM], tl.float32)
     out = tl.zeros([BM, BV], tl.float32)
     for begin in range(low, high, BN):
@@ -228,12 +210,12 @@ def _lion_tile_forward(
             # Prefetch for the next iteration: the loop is too short for the compiler's pipeline.
             next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        a *= decay_factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
+        a *= decay_factor(c_t, load_sums(c, u, T, DECAY), segments, t, u, T, DECAY, SEGMENTS)
         total += tl.sum(a, 1)
         out = tl.dot(a.to(value.dtype), value, out, input_precision=PRECISION)
         if WHOLE != 0:
             key, value = next_key, next_value
-    if SCALED:
+    if NORMALIZED:
         out = out / (total + eps)[:, None]
         tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
     store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV)
@@ -243,21 +225,21 @@ def _lion_tile_forward(
 def _lion_tile_backward(
     dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one tile of tokens, first as queries (dq), then as keys (dk, dv), and both terms of dc."""
     start, bh = tl.program_id(0) * BM, tl.program_id(1)
     t, ck, cv = start + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     q, k, v, dy = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V), base(dy, bh, T, H, V)
-    if GATE != 0:
+    if DECAY != 0:
         c += bh.to(tl.int64) * T
-    low, high = _reach(c, segments, start, T, BM, BN, GATE, SEGMENTS)
-    c_t = load_sums(c, t, T, GATE)
+    low, high = _reach(c, segments, start, T, BM, BN, DECAY, SEGMENTS)
+    c_t = load_sums(c, t, T, DECAY)
 
     query, grad = load_rows(q, t, ck, T, H, K, BK), load_rows(dy, t, cv, T, H, V, BV)
     u = low + tl.arange(0, BN)
     key_u, value_u = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
-    scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
+    scale, inner = load_scale(den, delta, bh, t, T, eps, NORMALIZED)
     dc_queries = tl.zeros([BM], tl.float32)
     d_query = tl.zeros([BM, BK], tl.float32)
     for begin in range(low, high, BN):
@@ -266,8 +248,8 @@ def _lion_tile_backward(
         next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
         ds = tl.dot(grad, tl.trans(value_u), input_precision=PRECISION)
         ds = (ds - inner[:, None]) * scale[:, None]
-        ds *= decay_factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
-        if GATE != 0:
+        ds *= decay_factor(c_t, load_sums(c, u, T, DECAY), segments, t, u, T, DECAY, SEGMENTS)
+        if DECAY != 0:
             w = tl.dot(query, tl.trans(key_u), input_precision=PRECISION) * ds
             dc_queries += tl.sum(signed(w, t, u), 1)
         d_query = tl.dot(ds.to(query.dtype), key_u, d_query, input_precision=PRECISION)
@@ -282,11 +264,11 @@ def _lion_tile_backward(
     for begin in range(low, high, BN):
         u = begin + tl.arange(0, BN)
         next_query, next_grad = load_rows(q, u + BN, ck, T, H, K, BK), load_rows(dy, u + BN, cv, T, H, V, BV)
-        scale_u, inner_u = load_scale(den, delta, bh, u, T, eps, SCALED)
-        factor = decay_factor(load_sums(c, u, T, GATE), c_t, segments, u, t, T, GATE, SEGMENTS)
+        scale_u, inner_u = load_scale(den, delta, bh, u, T, eps, NORMALIZED)
+        factor = decay_factor(load_sums(c, u, T, DECAY), c_t, segments, u, t, T, DECAY, SEGMENTS)
         a = tl.dot(query_u, tl.trans(key), input_precision=PRECISION) * factor
         da = (tl.dot(grad_u, tl.trans(value), input_precision=PRECISION) - inner_u[:, None]) * scale_u[:, None]
-        if GATE != 0:
+        if DECAY != 0:
             dc_keys -= tl.sum(signed(a * da, u, t), 0)
         p = (a * scale_u[:, None]).to(grad_u.dtype)
         d_value = tl.dot(tl.trans(grad_u), p, d_value, input_precision=PRECISION)
@@ -294,20 +276,20 @@ def _lion_tile_backward(
         query_u, grad_u = next_query, next_grad
     store_columns(base(dk, bh, T, H, K), d_key, t, ck, T, H, K, BK)
     store_columns(base(dv, bh, T, H, V), d_value, t, cv, T, H, V, BV)
-    if GATE != 0:
+    if DECAY != 0:
         tl.store(dc + bh.to(tl.int64) * T + t, dc_queries + dc_keys, mask=t < T)
 
 
 @triton.jit
-def _lion_gate_gradient(dc, gate, bias, dgate, T, H, GATE: tl.constexpr, BT: tl.constexpr):
+def _lion_decay_gradient(dc, decay, bias, d_decay, T, H, DECAY: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(0)
     total = 0.0
     for step in range(0, tl.cdiv(T, BT)):
         part = tl.cdiv(T, BT) - 1 - step
         t = part * BT + tl.arange(0, BT)
         x = tl.load(dc + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
-        store_gate_gradient(
-            dgate, gate, bias, bh, total + tl.cumsum(x, 0, reverse=True), t, T, H, GATE, part, tl.cdiv(T, BT)
+        store_decay_gradient(
+            d_decay, decay, bias, bh, total + tl.cumsum(x, 0, reverse=True), t, T, H, DECAY, part, tl.cdiv(T, BT)
         )
         total += tl.sum(x, 0)
 

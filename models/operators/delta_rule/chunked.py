@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backend import leave_out_of_graphs
+from ...backend import disable_compile
 from ...recompute import recomputed
 from ..chunks import cut, join, place_segments, walk
 from ..cumulative_decay import pairwise_decay, sum_after
@@ -34,7 +34,7 @@ from .select_kernel import Operands
 Runs = list[tuple[int, int]] | None
 
 
-@leave_out_of_graphs
+@disable_compile
 def chunked_form(x: Operands, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return outputs and final states of the operator. state: [sequences, heads, head_dim_k, head_dim_v]."""
     length = x.q.shape[1]
@@ -52,7 +52,7 @@ def chunked_form(x: Operands, state: Tensor, cu_seqlens: Tensor | None) -> tuple
         return join(o, length, index), final
 
 
-@leave_out_of_graphs
+@disable_compile
 def affine_form(x: Operands) -> tuple[Tensor, Tensor]:
     """Return (M, B) with final state = M (initial state) + B, of one sequence per batch row.
 

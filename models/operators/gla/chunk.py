@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...backend import leave_out_of_graphs, replaceable
+from ...backend import disable_compile, replaceable
 from ...precision import accumulation_dtype
 from ..chunks import cut, join, place_segments, walk
 from ..cumulative_decay import pairwise_decay, sum_after
@@ -27,7 +27,7 @@ from .select_kernel import plan_chunks
 
 
 @replaceable
-@leave_out_of_graphs
+@disable_compile
 def chunk_form(
     q: Tensor,
     k: Tensor,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backend import missing_fla, replaceable
+from ...backend import missing_fla_error, replaceable
 from .select_kernel import Decay, Kernel, Selection, bounded_decay
 
 _CHUNK = 64
@@ -36,7 +36,7 @@ def fla_form(
         from fla.ops.gla import chunk_gla, fused_recurrent_gla
         from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
     except ImportError as error:
-        raise missing_fla() from error
+        raise missing_fla_error() from error
     if min(q.shape[-1], v.shape[-1]) < _SMALLEST:
         return _padded(selection, q, k, v, log_decay, scale, initial_state, cu_seqlens)
     common: dict[str, Any] = {

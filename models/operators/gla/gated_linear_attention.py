@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backend import leave_out_of_graphs
+from ...backend import disable_compile
 from ...precision import accumulation_dtype, to_accumulation_dtype
 from ...recompute import recomputed
 from ..context_parallel import causal_over_ranks, context_parallel_group
@@ -107,7 +107,7 @@ def local_gated_linear_attention(
     return fla_form(selection, q, k, v, log_decay, *settings)
 
 
-@leave_out_of_graphs
+@disable_compile
 def triton_form(
     q: Tensor,
     k: Tensor,

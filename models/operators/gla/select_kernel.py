@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backend import SIXTEEN_BITS, available, is_supported, missing_fla, on_cuda, replaceable
+from ...backend import SIXTEEN_BITS, available, is_supported, missing_fla_error, on_cuda, replaceable
 from ..context_parallel import context_parallel_group
 from ..varlen import check_packed
 
@@ -161,7 +161,7 @@ def fla_refuses_scalar_gradient() -> bool:
     try:
         from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
     except ImportError as error:
-        raise missing_fla() from error
+        raise missing_fla_error() from error
     return bool(IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1)
 
 

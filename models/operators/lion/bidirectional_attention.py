@@ -14,8 +14,9 @@ o_i = sum_j (sum_c q_ic k_jc e^(-|c_ic - c_jc|)) v_j, the bidirectional form of 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,8 @@ from torch import Tensor
 from ...backend import available, on_cuda
 from ...precision import NORMALIZER_EPS, to_accumulation_dtype
 from ..context_parallel import ContextParallelGroup, context_parallel_group, from_previous_rank, shard_segments
-from ..varlen import check_covers
-from .chunk import chunk_size, chunked, decays, heads_first, recurrent, values_of
+from ..varlen import check_cu_seqlens
+from .chunk import Segments, chunk_size, chunked, decays, heads_first, recurrent, with_ones_column
 from .context_parallel import from_other_ranks
 from .feature_map import feature_map
 
@@ -64,13 +65,13 @@ def bidirectional_linear_attention(
     *,
     decay_logits: Tensor | ProjectedDecayLogits | None = None,
     phi: str | None = None,
-    scaled: bool = True,
+    normalized: bool = True,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask_convention: str = "eq17",
     form: str = "auto",
 ) -> Tensor:
-    """Return (Q K^T * M) V, with each row divided by its normalizer when `scaled`.
+    """Return (Q K^T * M) V, with each row divided by its normalizer when `normalized`.
 
     q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
     log_decay: [batch, length, heads] (or a last dimension of 1) for a per-head decay, [..., head_dim_k] for a per-channel
@@ -78,7 +79,7 @@ def bidirectional_linear_attention(
     decay_logits: an alternative to log_decay = logsigmoid(decay_logits). [batch, length, heads], [heads] for every token,
     or `ProjectedDecayLogits`.
     phi: a name of `models.operators.lion.feature_map`, applied to q and k first and rounded to v's dtype; None for none.
-    scaled: y = numerator / (row sum + 1e-6). It needs positive q and k, which the feature maps return.
+    normalized: y = numerator / (row sum + 1e-6). It needs positive q and k, which the feature maps return.
     mask: [batch, length] bool, True for real tokens. Padding never changes real tokens, and its own output is 0.
     cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
     mask_convention: "eq17", symmetric; "shifted" delays the decay of the forward direction by one token.
@@ -90,62 +91,68 @@ def bidirectional_linear_attention(
     Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
     is that of the whole.
     """
+    x = _Arguments(q, k, v, log_decay, decay_logits, phi, normalized, mask, cu_seqlens, mask_convention, form)
     group = context_parallel_group()
-    if group is not None:
-        if phi is not None:
-            q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
-        return _over_ranks(group, q, k, v, log_decay, decay_logits, scaled, mask, cu_seqlens, mask_convention, form)
-    return _local(
-        q,
-        k,
-        v,
-        log_decay,
-        decay_logits=decay_logits,
-        phi=phi,
-        scaled=scaled,
-        mask=mask,
-        cu_seqlens=cu_seqlens,
-        mask_convention=mask_convention,
-        form=form,
-    )
+    return _local(x) if group is None else _over_ranks(group, x)
 
 
-def _local(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    decay_logits: Tensor | ProjectedDecayLogits | None = None,
-    phi: str | None = None,
-    scaled: bool = True,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    mask_convention: str = "eq17",
-    form: str = "auto",
-) -> Tensor:
+@dataclass(frozen=True)
+class _Arguments:
+    """Hold the arguments of `bidirectional_linear_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    decay_logits: Tensor | ProjectedDecayLogits | None
+    phi: str | None
+    normalized: bool
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    mask_convention: str
+    form: str
+
+    def with_features(self) -> _Arguments:
+        """Return the arguments with the feature map applied to q and k."""
+        if self.phi is None:
+            return self
+        q, k = (feature_map(x, self.phi, self.v.dtype) for x in (self.q, self.k))
+        return replace(self, q=q, k=k, phi=None)
+
+    def token_logits(self) -> Tensor | None:
+        """Return decay logits of every token, [batch, length, heads] (or a last dimension of 1)."""
+        logits = self.decay_logits
+        if isinstance(logits, ProjectedDecayLogits):
+            return logits.logits()
+        if logits is None or logits.ndim > 1:
+            return logits
+        return to_accumulation_dtype(logits).expand(self.q.shape[:3])
+
+    def decays(self, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Segments]:
+        """Return `models.operators.lion.chunk.decays` of these tokens."""
+        return decays(self.q, self.log_decay, self.token_logits(), self.mask, cu_seqlens, self.mask_convention)
+
+
+def _local(x: _Arguments) -> Tensor:
     """Compute `bidirectional_linear_attention` of these tokens alone, also where they are a local shard."""
-    _check(q, k, v, log_decay, decay_logits, mask, cu_seqlens, mask_convention, form)
-    form = _select_form(form, q, v, log_decay, mask_convention)
+    _check(x)
+    form = _select_form(x.form, x.q, x.v, x.log_decay, x.mask_convention)
     if form.startswith("triton"):
-        return _on_kernels(
-            q, k, v, log_decay, decay_logits, phi, scaled, mask, cu_seqlens, form.removeprefix("triton_")
-        )
-    if phi is not None:
-        q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
-    decay_logits = _of_every_token(decay_logits, q)
-    forward, backward, segments = decays(q, log_decay, decay_logits, mask, cu_seqlens, mask_convention)
-    q_, k_, v_ = heads_first(q), heads_first(k), values_of(v, scaled)
-    if mask is not None:
-        q_, k_ = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (q_, k_))
+        return _on_kernels(x, form.removeprefix("triton_"))
+    x = x.with_features()
+    forward, backward, segments = x.decays(x.cu_seqlens)
+    q, k, v = heads_first(x.q), heads_first(x.k), with_ones_column(x.v, x.normalized)
+    if x.mask is not None:
+        q, k = (y.masked_fill(~x.mask[:, None, :, None], 0.0) for y in (q, k))
     if form == "recurrent":
-        o = recurrent(q_, k_, v_, forward, backward, segments)
+        o = recurrent(q, k, v, forward, backward, segments)
     else:
-        size = q.shape[1] if form == "parallel" else chunk_size(q.shape[1], forward)
-        o = chunked(q_, k_, v_, forward, backward, segments, max(size, 1))
-    if scaled:
+        length = q.shape[2]
+        size = length if form == "parallel" else chunk_size(length, forward)
+        o = chunked(q, k, v, forward, backward, segments, max(size, 1))
+    if x.normalized:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
-    return o.transpose(1, 2).to(v.dtype)
+    return o.transpose(1, 2).to(x.v.dtype)
 
 
 def _select_form(form: str, q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str) -> str:
@@ -165,130 +172,72 @@ def _per_channel(log_decay: Tensor | None) -> bool:
     return log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
 
 
-def _on_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    decay_logits: Tensor | ProjectedDecayLogits | None,
-    phi: str | None,
-    scaled: bool,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kernel: str,
-) -> Tensor:
+def _on_kernels(x: _Arguments, kernel: str) -> Tensor:
     from ...kernels.lion.lion import lion
 
-    if phi == "elu":
-        q, k, phi = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype), None
-    if isinstance(decay_logits, ProjectedDecayLogits):
+    if x.phi == "elu":
+        x = x.with_features()
+    options: dict[str, Any] = {
+        "phi": x.phi, "normalized": x.normalized, "mask": x.mask, "cu_seqlens": x.cu_seqlens, "kernel": kernel
+    }  # fmt: skip
+    logits = x.decay_logits
+    if isinstance(logits, ProjectedDecayLogits):
         # The kernels' autograd node computes the projection in one dtype. Autocast and mixed dtypes need PyTorch.
-        if decay_logits.x.dtype == decay_logits.weight.dtype and not torch.is_autocast_enabled():
-            return lion(
-                q, k, v, projection=(decay_logits.x, decay_logits.weight), bias=decay_logits.bias, phi=phi, scaled=scaled,
-                mask=mask, cu_seqlens=cu_seqlens, kernel=kernel,
-            )  # fmt: skip
-        decay_logits = decay_logits.logits()
-    decay, bias = log_decay if decay_logits is None else decay_logits, None
-    if decay_logits is not None and decay_logits.ndim == 1:
-        decay, bias = None, decay_logits
-    return lion(
-        q, k, v, decay, bias=bias, logits=decay_logits is not None, phi=phi, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens,
-        kernel=kernel,
-    )  # fmt: skip
+        if logits.x.dtype == logits.weight.dtype and not torch.is_autocast_enabled():
+            return lion(x.q, x.k, x.v, projection=(logits.x, logits.weight), bias=logits.bias, **options)
+        logits = logits.logits()
+    if logits is None:
+        return lion(x.q, x.k, x.v, x.log_decay, **options)
+    if logits.ndim == 1:
+        return lion(x.q, x.k, x.v, bias=logits, logits=True, **options)
+    return lion(x.q, x.k, x.v, logits, logits=True, **options)
 
 
-def _of_every_token(decay_logits: Tensor | ProjectedDecayLogits | None, q: Tensor) -> Tensor | None:
-    """Return decay logits of every token, [batch, length, heads] (or a last dimension of 1)."""
-    if isinstance(decay_logits, ProjectedDecayLogits):
-        return decay_logits.logits()
-    return (
-        decay_logits
-        if decay_logits is None or decay_logits.ndim > 1
-        else to_accumulation_dtype(decay_logits).expand(q.shape[:3])
-    )
-
-
-def _over_ranks(
-    group: ContextParallelGroup,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    decay_logits: Tensor | ProjectedDecayLogits | None,
-    scaled: bool,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    mask_convention: str,
-    form: str,
-) -> Tensor:
+def _over_ranks(group: ContextParallelGroup, x: _Arguments) -> Tensor:
     """Add numerators and normalizers of the local shard, by any form, and of the other ranks; then divide."""
-    decay_logits = _of_every_token(decay_logits, q)
-    segments = None if cu_seqlens is None else shard_segments(cu_seqlens, q.shape[1], group)
-    inside = None if segments is None else segments.cu_seqlens
+    x = x.with_features()
+    x = replace(x, decay_logits=x.token_logits())
+    q, k, v = x.q, x.k, x.v
+    segments = None if x.cu_seqlens is None else shard_segments(x.cu_seqlens, q.shape[1], group)
     # Sums over a long shard, and their gradients, may exceed float16.
-    dtype = torch.float32 if scaled and v.dtype == torch.float16 else v.dtype
-
-    def local(values: Tensor) -> Tensor:
-        o = _local(
-            q.to(dtype),
-            k.to(dtype),
-            values.to(dtype),
-            log_decay,
-            decay_logits=decay_logits,
-            scaled=False,
-            mask=mask,
-            cu_seqlens=inside,
-            mask_convention=mask_convention,
-            form=form,
-        )
-        return to_accumulation_dtype(o)
-
+    dtype = torch.float32 if x.normalized and v.dtype == torch.float16 else v.dtype
+    shard = replace(
+        x, q=q.to(dtype), k=k.to(dtype), normalized=False, cu_seqlens=None if segments is None else segments.cu_seqlens
+    )
     # Kernels need head sizes that are powers of two: normalizers are computed apart.
-    parts = [v, torch.ones_like(v[..., :1])] if scaled else [v]
-    if scaled and not on_cuda(q):
+    parts = [v, torch.ones_like(v[..., :1])] if x.normalized else [v]
+    if x.normalized and not on_cuda(q):
         parts = [torch.cat(parts, -1)]
-    o = torch.cat([local(part) for part in parts], -1)
-    forward, backward = (x.transpose(1, 2) for x in decays(q, log_decay, decay_logits, mask, None, mask_convention)[:2])
-    if mask_convention == "shifted":
-        before = from_previous_rank(group, backward[:, -1:])
-        forward = torch.cat([before, backward[:, :-1]], 1)
-    if mask is not None:
-        q, k = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (q, k))
+    o = torch.cat([to_accumulation_dtype(_local(replace(shard, v=part.to(dtype)))) for part in parts], -1)
+    forward, backward = (y.transpose(1, 2) for y in x.decays(None)[:2])
+    if x.mask_convention == "shifted":
+        previous = from_previous_rank(group, backward[:, -1:])
+        forward = torch.cat([previous, backward[:, :-1]], 1)
+    if x.mask is not None:
+        q, k = (y.masked_fill(~x.mask[:, :, None, None], 0.0) for y in (q, k))
     # Rows of 16 bytes for the matmuls.
-    values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if on_cuda(v) else 0)) if scaled else v
+    values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if on_cuda(v) else 0)) if x.normalized else v
     o = o + from_other_ranks(group, q, k, values, forward, backward, segments)[..., : o.shape[-1]]
-    if scaled:
+    if x.normalized:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
     return o.to(v.dtype)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    decay_logits: Tensor | ProjectedDecayLogits | None,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    mask_convention: str,
-    form: str,
-) -> None:
-    if isinstance(decay_logits, ProjectedDecayLogits):
-        logits_shape, bias = None, decay_logits.bias
-        shapes = q.shape, decay_logits.x.shape, decay_logits.weight.shape
-        _check_projection(*shapes, None if bias is None else bias.shape)
-    else:
-        logits_shape = None if decay_logits is None else decay_logits.shape
-    if log_decay is not None and decay_logits is not None:
+def _check(x: _Arguments) -> None:
+    q, logits_shape = x.q.shape, None
+    if isinstance(x.decay_logits, ProjectedDecayLogits):
+        logits = x.decay_logits
+        _check_projection(q, logits.x.shape, logits.weight.shape, None if logits.bias is None else logits.bias.shape)
+    elif x.decay_logits is not None:
+        logits_shape = x.decay_logits.shape
+    if x.log_decay is not None and x.decay_logits is not None:
         raise ValueError("log_decay and decay_logits are both given; give one: log_decay = logsigmoid(decay_logits)")
     _check_shapes(
-        q.shape, k.shape, v.shape, None if log_decay is None else log_decay.shape, logits_shape,
-        None if mask is None else mask.shape, cu_seqlens is not None, mask_convention, form,
-        v.dtype,
+        q, x.k.shape, x.v.shape, None if x.log_decay is None else x.log_decay.shape, logits_shape,
+        None if x.mask is None else x.mask.shape, x.cu_seqlens is not None, x.mask_convention, x.form, x.v.dtype,
     )  # fmt: skip
-    if cu_seqlens is not None:
-        check_covers(cu_seqlens, q.shape[1])
+    if x.cu_seqlens is not None:
+        check_cu_seqlens(x.cu_seqlens, q[1])
 
 
 @lru_cache(4096)

@@ -165,10 +165,10 @@ def chunk_size(length: int, decay: Tensor) -> int:
     return min(64 if decay.shape[-1] == 1 else 16, length)
 
 
-def values_of(v: Tensor, scaled: bool) -> Tensor:
-    """Return v [batch, length, heads, head_dim_v] as `heads_first`; scaled: append a channel of ones for normalizers."""
+def with_ones_column(v: Tensor, normalized: bool) -> Tensor:
+    """Return v [batch, length, heads, head_dim_v] as `heads_first`; normalized: append a channel of ones for normalizers."""
     v = heads_first(v)
-    return F.pad(v, (0, 1), value=1.0) if scaled else v
+    return F.pad(v, (0, 1), value=1.0) if normalized else v
 
 
 def heads_first(x: Tensor) -> Tensor:

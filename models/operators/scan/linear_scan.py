@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...backend import missing_fla, on_cuda, replaceable
+from ...backend import missing_fla_error, on_cuda, replaceable
 from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import decay_from_start
 from ..varlen import check_packed, last, segment_starts
@@ -157,7 +157,7 @@ def fla_scan(x: Tensor, log_decay: Tensor) -> Tensor:
     try:
         from fla.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
     except ImportError as error:
-        raise missing_fla() from error
+        raise missing_fla_error() from error
     # The final states of the kernels are unused: the chunked kernel has no gradient for them.
     kernel = fused_recurrent_hgrn if x.shape[1] <= _RECURRENT_LENGTH else chunk_hgrn
     return kernel(x.contiguous(), log_decay.contiguous())[0]

@@ -114,7 +114,7 @@ def test_a_micro_batch_is_halved_where_it_can_be(overrides: list[str], halved: b
 
 
 def test_legal_layouts_divide_everything() -> None:
-    limits = Limits({"model.num_heads": 4}, num_layers=3, sequence_length=64, context_refused="")
+    limits = Limits({"model.num_heads": 4}, num_layers=3, sequence_length=64, context_parallel_error="")
     found = legal_layouts(12, limits)
     assert Layout(4, 3, 1) in found
     assert Layout(1, 1, 4) in found
@@ -122,5 +122,5 @@ def test_legal_layouts_divide_everything() -> None:
         assert 12 % layout.model_ranks == 0
         assert not list(layout_problems(layout, limits))
     assert nearest_layouts(Layout(3, 1, 1), 12, limits)[0] in (Layout(2, 1, 1), Layout(4, 1, 1))
-    refused = Limits({}, 3, 64, context_refused="attention reads every token")
+    refused = Limits({}, 3, 64, context_parallel_error="attention reads every token")
     assert {layout.context for layout in legal_layouts(4, refused)} == {1}

@@ -44,13 +44,13 @@ def check(device: str, form: str, shape: tuple[int, int, int, int, int], toleran
 
 @pytest.mark.parametrize("form", KERNELS)
 @pytest.mark.parametrize("decay", [None, "log_decay", "gate", "head"])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_every_decay(device: str, form: str, decay: str | None, scaled: bool, replace: Replace) -> None:
+@pytest.mark.parametrize("normalized", [True, False])
+def test_every_decay(device: str, form: str, decay: str | None, normalized: bool, replace: Replace) -> None:
     from models.kernels.lion import tile as lion_tile
 
     # The gate's gradient in three turns.
-    replace(lion_tile, [lion_tile._backward_launches], _GATE_BLOCK=32)
-    check(device, form, (2, 70, 2, 16, 16), decay=decay, scaled=scaled)
+    replace(lion_tile, [lion_tile._backward_launches], _DECAY_BLOCK=32)
+    check(device, form, (2, 70, 2, 16, 16), decay=decay, normalized=normalized)
 
 
 @pytest.mark.parametrize("form", KERNELS)
@@ -63,11 +63,11 @@ def test_shapes_that_do_not_fill_their_tiles(device: str, form: str, shape: tupl
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("decay", [None, "log_decay", "gate", "head"])
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 def test_single_tile_kernel(
     device: str,
     decay: str | None,
-    scaled: bool,
+    normalized: bool,
     at_once: bool,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -75,19 +75,19 @@ def test_single_tile_kernel(
     """The kernels of short 16-bit sequences, which the interpreter can only run in float32."""
     if device == "cuda":
         pytest.skip("tests/gpu runs it with the numbers and the launch that it is made for")
-    from models.kernels.lion import single_tile as lion_whole
+    from models.kernels.lion import single_tile
     from models.kernels.lion import tile as lion_tile
 
-    request.addfinalizer(lion_whole._backward_launch.cache_clear)
+    request.addfinalizer(single_tile.single_tile_backward.cache_clear)
     monkeypatch.setattr(lion_tile, "supports_single_tile", lambda _: True)
-    monkeypatch.setattr(lion_whole, "all_pairs_at_once", lambda _: at_once)
-    lion_whole._backward_launch.cache_clear()
+    monkeypatch.setattr(single_tile, "all_pairs_at_once", lambda _: at_once)
+    single_tile.single_tile_backward.cache_clear()
     for length in (2, 20, 50, 64):
-        check(device, "triton_tile", (2, length, 2, 16, 24), decay=decay, scaled=scaled)
-    check(device, "triton_tile", (3, 64, 1, 16, 32), decay=decay, scaled=scaled)
+        check(device, "triton_tile", (2, length, 2, 16, 24), decay=decay, normalized=normalized)
+    check(device, "triton_tile", (3, 64, 1, 16, 32), decay=decay, normalized=normalized)
     # Keys alone do not fill their tiles; the second sequence is all padding.
     mask = torch.tensor([[True], [False]]).expand(2, 64)
-    check(device, "triton_tile", (2, 64, 1, 24, 32), decay=decay, scaled=scaled, mask=mask)
+    check(device, "triton_tile", (2, 64, 1, 24, 32), decay=decay, normalized=normalized, mask=mask)
     check(device, "triton_tile", (1, 60, 2, 16, 16), decay=decay, cu_seqlens=torch.tensor([0, 7, 40, 40, 60]))
 
 
@@ -107,13 +107,13 @@ def test_all_pairs_kernel_is_selected_where_measured_faster(
     device: str, length: int, dim: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in docs/results/kernels.md. The test checks the kernel that is launched, not the function that selects it."""
-    from models.kernels.lion import single_tile as lion_whole
+    from models.kernels.lion import single_tile
     from models.kernels.lion.common import LOGITS, LionCase
 
-    monkeypatch.setattr(lion_whole, "_device", lambda _: (132, 227 * 1024))
+    monkeypatch.setattr(single_tile, "_device", lambda _: (132, 227 * 1024))
     case = LionCase(0, 2, length, 2, dim, dim, torch.bfloat16, torch.bfloat16, LOGITS, True, False)
-    launch = lion_whole._backward_launch(case)
-    assert launch._kernel is (lion_whole._lion_whole_backward if at_once else lion_whole._lion_whole_backward_by_keys)
+    launch = single_tile.single_tile_backward(case)
+    assert launch._kernel is (single_tile._lion_whole_backward if at_once else single_tile._lion_whole_backward_by_keys)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +142,15 @@ def test_single_tile_kernel_is_selected_where_measured_correct(
 def test_the_feature_map(device: str, form: str, phi: str, masked: bool) -> None:
     """The feature map in the operator's autograd node, and before it if there is padding."""
     # The feature map as printed in the paper is not always positive: normalizers may be close to 0.
-    arguments = {"phi": phi, "scaled": phi != "silu_paper"}
+    arguments = {"phi": phi, "normalized": phi != "silu_paper"}
     if masked:
         arguments["mask"] = (torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) > 0.3).to(device)
     check(device, form, (2, 40, 1, 24, 16), **arguments)
 
 
-@pytest.mark.parametrize(("decay", "scaled"), [(None, True), ("gate", True), ("gate", False)])
+@pytest.mark.parametrize(("decay", "normalized"), [(None, True), ("gate", True), ("gate", False)])
 def test_sequences_in_several_splits(
-    device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    device: str, decay: str | None, normalized: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Long sequences have splits: here 5 chunks in splits of two, of which the fourth is empty."""
     from models.kernels.lion import chunk_state as lion_states
@@ -158,9 +158,9 @@ def test_sequences_in_several_splits(
     request.addfinalizer(lion_states._scan.cache_clear)
     monkeypatch.setattr(lion_states, "_splits", lambda *_: 4)
     lion_states._scan.cache_clear()
-    cu_seqlens = torch.tensor([0, 30, 31, 64, 150], device=device) if scaled else None
-    check(device, "triton_chunk", (1, 150, 1, 16, 24), decay=decay, scaled=scaled)
-    check(device, "triton_chunk", (1, 150, 1, 16, 16), decay=decay, scaled=scaled, cu_seqlens=cu_seqlens)
+    cu_seqlens = torch.tensor([0, 30, 31, 64, 150], device=device) if normalized else None
+    check(device, "triton_chunk", (1, 150, 1, 16, 24), decay=decay, normalized=normalized)
+    check(device, "triton_chunk", (1, 150, 1, 16, 16), decay=decay, normalized=normalized, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("form", KERNELS)
@@ -196,9 +196,9 @@ def test_gradients_of_16_bit_gates_have_their_dtype(device: str, form: str) -> N
 def test_projected_decay_logits_and_gradients(
     device: str, form: str, biased: bool, masked: bool, replace: Replace
 ) -> None:
-    from models.kernels.lion import gate as lion_gate
+    from models.kernels.lion import decay_logits
 
-    replace(lion_gate, [lion_gate._project_launch, lion_gate._backward_launches], _CHANNELS=16, _PROGRAMS=2)
+    replace(decay_logits, [decay_logits._project_launch, decay_logits._backward_launches], _CHANNELS=16, _PROGRAMS=2)
     generator = torch.Generator().manual_seed(3)
     q, k, v, x = (torch.rand(2, 70, *size, generator=generator) + 0.1 for size in [(3, 16)] * 3 + [(24,)])
     weight, bias = 0.3 * torch.randn(3, 24, generator=generator), torch.randn(3, generator=generator)

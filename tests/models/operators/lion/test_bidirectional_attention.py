@@ -33,7 +33,7 @@ def inputs(
     return random(*shape, k).abs() + 0.1, random(*shape, k).abs() + 0.1, random(*shape, v), decay
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scaled: bool, convention: str) -> Tensor:
+def formula(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, normalized: bool, convention: str) -> Tensor:
     """Compute the formula entry by entry, multiplying the decays between two tokens."""
     y = torch.zeros_like(v)
     for b, h in np.ndindex(q.shape[0], q.shape[2]):
@@ -47,19 +47,19 @@ def formula(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scaled: bool, conven
                 weight = (q[b, i, h] * k[b, j, h] * between.sum(0).exp()).sum()
                 total = total + weight
                 y[b, i, h] += weight * v[b, j, h]
-            if scaled:
+            if normalized:
                 y[b, i, h] /= total + 1e-6
     return y
 
 
 @pytest.mark.parametrize("form", PLAIN)
 @pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("vector", [True, False])
-def test_forms_equal_the_formula(form: str, convention: str, scaled: bool, vector: bool) -> None:
+def test_forms_equal_the_formula(form: str, convention: str, normalized: bool, vector: bool) -> None:
     q, k, v, decay = inputs(length=19, batch=1, vector=vector)
-    y = attend(q, k, v, decay, scaled=scaled, mask_convention=convention, form=form)
-    torch.testing.assert_close(y, formula(q, k, v, decay, scaled, convention), rtol=1e-10, atol=1e-12)
+    y = attend(q, k, v, decay, normalized=normalized, mask_convention=convention, form=form)
+    torch.testing.assert_close(y, formula(q, k, v, decay, normalized, convention), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
@@ -181,21 +181,21 @@ def test_large_decays_are_exact(form: str, dtype: torch.dtype, decay: float) -> 
     for own in (0, 1):
         k = one.clone()
         k[:, own] = 0
-        y = attend(one, k, one, decay * one, scaled=False, form=form)[0, own]
+        y = attend(one, k, one, decay * one, normalized=False, form=form)[0, own]
         torch.testing.assert_close(y, (decay * one[0, own]).exp(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("vector", [True, False])
 @pytest.mark.parametrize("form", PLAIN)
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("bounds", [None, [0, 20, 60, 61, 61, 100, 120]])
 def test_local_shards_of_a_sequence(
-    scaled: bool, vector: bool, form: str, convention: str, bounds: list[int] | None
+    normalized: bool, vector: bool, form: str, convention: str, bounds: list[int] | None
 ) -> None:
     """Outputs and all gradients; sequences that begin and end where shards do among the packed ones."""
     whole = inputs(length=120, batch=1, vector=vector)
-    options = {"scaled": scaled, "form": form, "mask_convention": convention}
+    options = {"normalized": normalized, "form": form, "mask_convention": convention}
     if bounds is not None:
         options["cu_seqlens"] = torch.tensor(bounds)
 
@@ -218,12 +218,12 @@ def test_sums_over_shards_may_exceed_float16() -> None:
 
 @pytest.mark.parametrize("form", PLAIN)
 @pytest.mark.parametrize("vector", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_gradients(form: str, vector: bool, scaled: bool) -> None:
+@pytest.mark.parametrize("normalized", [True, False])
+def test_gradients(form: str, vector: bool, normalized: bool) -> None:
     q, k, v, decay = inputs(length=18 if vector else 70, batch=1, heads=1, k=2, v=2, vector=vector)
     arguments = [x.requires_grad_() for x in (q, k, v, decay)]
     assert torch.autograd.gradcheck(
-        lambda *x: attend(*x, scaled=scaled, form=form), arguments, fast_mode=True, atol=1e-7
+        lambda *x: attend(*x, normalized=normalized, form=form), arguments, fast_mode=True, atol=1e-7
     )
 
 
@@ -308,13 +308,13 @@ def golden(shared_golden: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("variant", ["lit", "d", "s"])
 @pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("form", PLAIN)
-def test_golden_outputs(golden: dict[str, Tensor], variant: str, convention: str, scaled: bool, form: str) -> None:
+def test_golden_outputs(golden: dict[str, Tensor], variant: str, convention: str, normalized: bool, form: str) -> None:
     gate = {"lit": None, "d": golden["a_h"].expand(2, 41, 3), "s": golden["gate"]}[variant]
     q, k, v = golden["q"], golden["k"], golden["v"]
-    y = attend(q, k, v, decay_logits=gate, scaled=scaled, mask_convention=convention, form=form)
-    expected = golden[f"y_{variant}_{convention}_{'scaled' if scaled else 'unscaled'}"]
+    y = attend(q, k, v, decay_logits=gate, normalized=normalized, mask_convention=convention, form=form)
+    expected = golden[f"y_{variant}_{convention}_{'scaled' if normalized else 'unscaled'}"]
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
 
 

@@ -1,6 +1,6 @@
 """LION-s' decay logits: their projection from the layer's input and running sums in one kernel, and the gradients.
 
-    gate = x W^T (+ b)      dx = dgate W      dW = dgate^T x      db = sum of dgate
+    decay = x W^T (+ b)      dx = d_decay W      dW = d_decay^T x      db = sum of d_decay
 The projection to a few heads is limited by memory: each kernel reads x once. Every program sums dW and db over its tokens. A
 further kernel sums over programs in a fixed order.
 """
@@ -35,21 +35,21 @@ def project(
 
     chunk: a power of two or None. x: [batch, length, size]; weight: [heads, size]; bias: [heads] or None.
     """
-    gate = x.new_empty((case.batch, case.length, case.heads))
+    decay = x.new_empty((case.batch, case.length, case.heads))
     sums = None if chunk is None else per_token(case, x)
-    _project_launch(case, chunk, x.shape[-1])(x, weight, bias, gate, sums)
-    return gate, sums
+    _project_launch(case, chunk, x.shape[-1])(x, weight, bias, decay, sums)
+    return decay, sums
 
 
 def project_backward(
-    case: LionCase, dgate: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    case: LionCase, d_decay: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of x, weight and bias."""
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
     gradients, reduce, programs = _backward_launches(case, x.shape[-1])
     partial = x.new_empty((programs, weight.numel() + case.heads), dtype=torch.float32)
-    gradients(dgate, x, weight, dx, partial)
+    gradients(d_decay, x, weight, dx, partial)
     reduce(partial, dweight, dbias)
     return dx, dweight, dbias
 
@@ -58,7 +58,7 @@ def project_backward(
 def _project_launch(case: LionCase, chunk: int | None, size: int) -> Launch:
     rows = chunk or 64
     return Launch(
-        _lion_gate_forward, (-(-case.length // rows), case.batch), case.length, case.heads, size, block(case.heads),
+        _lion_logits_forward, (-(-case.length // rows), case.batch), case.length, case.heads, size, block(case.heads),
         min(_CHANNELS, block(size)), rows, case.mode, chunk is not None, case.flags()[-1],
         num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
     )  # fmt: skip
@@ -69,22 +69,24 @@ def _backward_launches(case: LionCase, size: int) -> tuple[Launch, Launch, int]:
     tokens, rows, channels = case.batch * case.length, 64, min(_CHANNELS, block(size))
     programs = min(-(-tokens // rows), _PROGRAMS)
     gradients = Launch(
-        _lion_gate_backward, (programs, -(-size // channels)), tokens, case.heads, size, block(case.heads), channels,
+        _lion_logits_backward, (programs, -(-size // channels)), tokens, case.heads, size, block(case.heads), channels,
         rows, case.flags()[-1], num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
     )  # fmt: skip
     numbers = case.heads * size
-    reduce = Launch(_lion_gate_reduce, (-(-(numbers + case.heads) // 64),), numbers, case.heads, programs, num_warps=4)
+    reduce = Launch(
+        _lion_logits_reduce, (-(-(numbers + case.heads) // 64),), numbers, case.heads, programs, num_warps=4
+    )
     return gradients, reduce, programs
 
 
 def _sixteen_bits(case: LionCase) -> bool:
-    return case.gate_dtype is not None and case.gate_dtype.itemsize == 2
+    return case.decay_dtype is not None and case.decay_dtype.itemsize == 2
 
 
 @triton.jit(do_not_specialize=["T"])
-def _lion_gate_forward(
-    x, weight, bias, gate, sums, T, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr,
+def _lion_logits_forward(
+    x, weight, bias, decay, sums, T, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
+    DECAY: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     t, h, d = tl.program_id(0) * C + tl.arange(0, C), tl.arange(0, BH), tl.arange(0, BS)
     row = tl.program_id(1).to(tl.int64) * T + t
@@ -94,21 +96,21 @@ def _lion_gate_forward(
         tile = tl.load(x + row[:, None] * S + s[None, :], mask=(t < T)[:, None] & (s < S)[None, :], other=0.0)
         w = tl.load(weight + h[None, :] * S + s[:, None], mask=(h < H)[None, :] & (s < S)[:, None], other=0.0)
         logits = tl.dot(tile, w, logits, input_precision=PRECISION)
-    logits = logits.to(gate.dtype.element_ty)
+    logits = logits.to(decay.dtype.element_ty)
     inside = (t < T)[:, None] & (h < H)[None, :]
-    tl.store(gate + row[:, None] * H + h[None, :], logits, mask=inside)
+    tl.store(decay + row[:, None] * H + h[None, :], logits, mask=inside)
     if SUM:
         value = logits.to(tl.float32)
-        if GATE == 3:
+        if DECAY == 3:
             value += tl.load(bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
-        total = tl.cumsum(tl.where((t < T)[:, None], log_decay(value, GATE), 0.0), 0)
+        total = tl.cumsum(tl.where((t < T)[:, None], log_decay(value, DECAY), 0.0), 0)
         address = sums + (tl.program_id(1).to(tl.int64) * H + h[None, :]) * T + t[:, None]
         tl.store(address, total, mask=inside)
 
 
 @triton.jit
-def _lion_gate_backward(
-    dgate, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+def _lion_logits_backward(
+    d_decay, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dx and partial sums. partial: [program][weight, bias]; the programs of the first channels fill the latter."""
@@ -121,7 +123,7 @@ def _lion_gate_backward(
         row = t.to(tl.int64)[:, None]
         of_x = (t < N)[:, None] & (s < S)[None, :]
         tile = tl.load(x + row * S + s[None, :], mask=of_x, other=0.0)
-        d = tl.load(dgate + row * H + h[None, :], mask=(t < N)[:, None] & (h < H)[None, :], other=0.0)
+        d = tl.load(d_decay + row * H + h[None, :], mask=(t < N)[:, None] & (h < H)[None, :], other=0.0)
         tl.store(dx + row * S + s[None, :], tl.dot(d, w, input_precision=PRECISION).to(dx.dtype.element_ty), mask=of_x)
         total = tl.dot(tl.trans(d), tile, total, input_precision=PRECISION)
         of_bias += tl.sum(d.to(tl.float32), 0)
@@ -132,7 +134,7 @@ def _lion_gate_backward(
 
 
 @triton.jit
-def _lion_gate_reduce(partial, dweight, dbias, N, H, P):
+def _lion_logits_reduce(partial, dweight, dbias, N, H, P):
     i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 32)
     address = partial + rows[:, None] * (N + H) + i[None, :]
     total = tl.sum(tl.load(address, mask=(rows < P)[:, None] & (i < N + H)[None, :], other=0.0), 0)
