@@ -1,12 +1,8 @@
-"""The whole SuperGLUE and commonsense set through this project's adapter and through lm-eval's own `hf` model.
+"""Measure the whole SuperGLUE and commonsense sets through this project's adapter and through lm-eval's `hf` model.
 
-python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON         # 360M, random weights, one GPU
-python -m tools.benchmark_evaluation --data-dir DATA --checkpoint runs/metala_360m      # a trained model
-python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON --scale 0.1 --limit-minutes 2 --only hf
-
-Both read the same exported weights in one process, one after the other, after a warm-up. Tasks of which the folder holds
-only a part are filled up to the size of the whole set with rows whose words are shuffled (tools/evaluation/full_size_sets.py).
-A side that is stopped by --limit-minutes is reported with what it has done, and its time for the rest is estimated from it.
+Both read the same exported weights in one process, one after the other, after a warm-up. Sets that are incomplete in the
+folder are filled to their whole size with rows of shuffled words (tools/evaluation/full_size_sets.py).
+For a side that --limit-minutes stops, the time of the rest is estimated.
 """
 
 from __future__ import annotations
@@ -26,19 +22,26 @@ from tools.cli.arguments import above_zero, command, command_line, positive
 from tools.evaluation.full_size_sets import write_whole_sets
 from tools.reporting.tables import markdown_table
 
+EPILOG = """
+examples:
+  python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON         # 360M, random weights, one GPU
+  python -m tools.benchmark_evaluation --data-dir DATA --checkpoint runs/metala_360m      # a trained model
+  python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON --scale 0.1 --limit-minutes 2 --only hf
+"""
+
 
 @dataclass(frozen=True)
 class Timing:
-    """What one side took, in seconds.
+    """Hold the seconds of one side.
 
     Attributes:
         name: metalion or hf.
-        total: the whole evaluation, the harness's requests and metrics included.
+        total: the evaluation, with the harness's requests and metrics.
         tokenising, scoring: parts of it.
-        requests, tokens: that were answered.
+        requests, tokens: number of answered requests, and their tokens.
         share: of all tokens; below 1 the evaluation was stopped, and `whole` is an estimate.
         answers: log-likelihood by (context, continuation).
-        batches: what a model of this project read: tokens, with and without padding, batches and their distinct shapes.
+        batches: of a model of this project: tokens with and without padding, number of batches and of their shapes.
     """
 
     name: str
@@ -52,20 +55,20 @@ class Timing:
     batches: dict[str, int] | None = None
 
     @property
-    def tokens_a_second(self) -> float:
-        """While the model is asked."""
+    def tokens_per_second(self) -> float:
+        """Return the tokens per second of scoring."""
         return self.tokens / max(1e-9, self.scoring)
 
     @property
     def whole(self) -> float:
-        """Seconds of the whole evaluation: measured, or what it would take at this speed. nan if nothing was answered."""
+        """Return the seconds of the whole evaluation, measured or estimated; nan without an answer."""
         if self.share == 1.0:
             return self.total
         return self.total + self.scoring * (1 / self.share - 1) if self.share else float("nan")
 
     @property
-    def asking(self) -> float:
-        """Seconds of tokenising and scoring of all requests, as `whole`."""
+    def model_time(self) -> float:
+        """Return the seconds of tokenising and scoring all requests, as `whole`."""
         return self.tokenising + self.scoring / self.share if self.share else float("nan")
 
 
@@ -73,7 +76,7 @@ class Timing:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.tokenizer is None and options.checkpoint is None:
-        _parser().error("--tokenizer says how the random model reads text; or give a --checkpoint")
+        _parser().error("--tokenizer is missing: the random model needs one; or give a --checkpoint")
     import torch
 
     from tools.cli.devices import device_of
@@ -84,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     device = str(device_of(options.device))
     if options.checkpoint is not None:
-        locate_checkpoint(options.checkpoint, device=device, dtype=options.dtype)  # before whole sets are written
+        locate_checkpoint(
+            options.checkpoint, device=device, dtype=options.dtype
+        )  # refused before whole sets are written
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         documents = write_whole_sets(options.data_dir, data, options.scale)
@@ -96,7 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prepared = prepare_tasks(TaskRequest(suites=("superglue", "commonsense"), data_dir=data))
         timings = []
         for name in [options.only] if options.only else ["metalion", "hf"]:
-            lm = _own(checkpoint, device, options) if name == "metalion" else _hf(exported, device, options)
+            lm = (
+                _project_model(checkpoint, device, options)
+                if name == "metalion"
+                else _hf_model(exported, device, options)
+            )
             if not timings:
                 parameters = sum(p.numel() for p in lm.model.parameters())
                 print(
@@ -150,16 +159,16 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
 def measure(name: str, lm: Any, prepared: Any, limit_minutes: float | None = None) -> Timing:
     """Run the suites with a model and print a line every few seconds."""
     from tools.evaluation.harness import evaluate
-    from tools.evaluation.progress import TimeUpError, Watch, follow
+    from tools.evaluation.progress import ProgressMonitor, TimeUpError, attach_monitor
 
-    watch = Watch(name, sys.stdout, None if limit_minutes is None else 60 * limit_minutes)
-    follow(lm, watch)
-    watch.start()
+    monitor = ProgressMonitor(name, sys.stdout, None if limit_minutes is None else 60 * limit_minutes)
+    attach_monitor(lm, monitor)
+    monitor.start()
     try:
         evaluate(lm, prepared)
     except TimeUpError as stop:
         print(stop, flush=True)
-    total = watch.seconds
+    total = monitor.seconds
     batches = None
     if (scorer := getattr(lm, "scorer", None)) is not None:
         shapes = scorer.shapes
@@ -169,27 +178,26 @@ def measure(name: str, lm: Any, prepared: Any, limit_minutes: float | None = Non
             "batches": sum(shapes.values()),
             "shapes": len(shapes),
         }
-    tokenised = watch.ready or watch.seconds
     return Timing(
         name,
         total,
-        tokenised - watch.began,
-        watch.ended - watch.ready,
-        watch.answered,
-        watch.answered_tokens,
-        watch.share,
-        watch.answers,
-        batches,
+        tokenising=(monitor.tokenised or monitor.seconds) - monitor.received,
+        scoring=monitor.ended - monitor.tokenised,
+        requests=monitor.answered,
+        tokens=monitor.answered_tokens,
+        share=monitor.share,
+        answers=monitor.answers,
+        batches=batches,
     )
 
 
 def report(timings: Sequence[Timing], output: Path) -> None:
     """Print the table and write `evaluation.json`."""
-    header = ["model", "requests", "tokens asked", "whole, s", "tokenising, s", "scoring, s", "tokens asked per second"]
+    header = ["model", "requests", "tokens", "whole, s", "tokenising, s", "scoring, s", "tokens per second"]
     rows = []
     for t in timings:
         whole = f"{t.total:.1f}" if t.share == 1.0 else f"about {t.whole:.0f} (stopped at {t.total:.0f})"
-        times = [whole, f"{t.tokenising:.1f}", f"{t.scoring:.1f}", f"{t.tokens_a_second:,.0f}"]
+        times = [whole, f"{t.tokenising:.1f}", f"{t.scoring:.1f}", f"{t.tokens_per_second:,.0f}"]
         rows.append([t.name, f"{t.requests:,}", f"{t.tokens:,}", *times])
     print(f"\n{markdown_table(header, rows)}")
     content: dict[str, Any] = {t.name: _entry(t) for t in timings}
@@ -209,24 +217,32 @@ def report(timings: Sequence[Timing], output: Path) -> None:
         relative = max((value / max(1.0, size) for value, size in differences), default=float("nan"))
         estimated = "" if mine.share == other.share == 1.0 else ", partly estimated"
         print(
-            f"largest difference of {len(both):,} requests that both answered: {difference:.3g}, relative {relative:.2g} "
+            f"largest difference over {len(both):,} requests of both sides: {difference:.3g}, relative {relative:.2g} "
             "(the harness rounds each token's log-likelihood and their sum to the model's dtype)"
         )
         print(
             f"{other.name} over {mine.name}: {other.whole / mine.whole:.2f} x whole, "
-            f"{other.asking / mine.asking:.2f} x tokenising and scoring{estimated}"
+            f"{other.model_time / mine.model_time:.2f} x tokenising and scoring{estimated}"
         )
         content["largest_difference"], content["largest_relative_difference"] = difference, relative
-        content["ratio"] = {"whole": other.whole / mine.whole, "asking": other.asking / mine.asking}
+        content["ratio"] = {
+            "whole": other.whole / mine.whole,
+            "tokenising and scoring": other.model_time / mine.model_time,
+        }
     write_text(output / "evaluation.json", json.dumps(content, indent=1) + "\n")
 
 
 def _entry(timing: Timing) -> dict[str, Any]:
     entry = {key: value for key, value in vars(timing).items() if key not in ("name", "answers")}
-    return {**entry, "whole": timing.whole, "asking": timing.asking, "estimated": timing.share < 1.0}
+    return {
+        **entry,
+        "whole": timing.whole,
+        "tokenising and scoring": timing.model_time,
+        "estimated": timing.share < 1.0,
+    }
 
 
-def _own(checkpoint: Path, device: str, options: argparse.Namespace) -> Any:
+def _project_model(checkpoint: Path, device: str, options: argparse.Namespace) -> Any:
     from tools.evaluation.adapter import ProjectLM
     from tools.loading.model import load_model
 
@@ -236,7 +252,7 @@ def _own(checkpoint: Path, device: str, options: argparse.Namespace) -> Any:
     )
 
 
-def _hf(exported: Path, device: str, options: argparse.Namespace) -> Any:
+def _hf_model(exported: Path, device: str, options: argparse.Namespace) -> Any:
     from tools.evaluation.huggingface import HuggingFaceLM
 
     lm = HuggingFaceLM(
@@ -252,7 +268,7 @@ def _hf(exported: Path, device: str, options: argparse.Namespace) -> Any:
 
 
 def _warm_up(lm: Any) -> None:
-    """Compiles what is compiled on first use: short and long beginnings and endings, and lengths of every kind."""
+    """Compile kernels at their first use, with contexts and continuations of many lengths."""
     from lm_eval.api.instance import Instance
 
     from tools.evaluation.request_pairs import RequestCounts
@@ -266,7 +282,7 @@ def _warm_up(lm: Any) -> None:
     pairs = []
     for context in (text(n) for n in ((3, 15, 16, 21, 60, 64, 150, 400) if compiles else (3,))):
         pairs += [(context, f" {text(n)}") for n in (1, 2, 7, 16, 17, 32, 41, 80)]
-    for number in range(3 if compiles else 1):  # alone, with equal beginnings, and in batches of another size
+    for number in range(3 if compiles else 1):  # other batch sizes
         lm.loglikelihood(
             [Instance("loglikelihood", {}, pair, i, metadata=("", i, 1)) for i, pair in enumerate(pairs[number:])],
             disable_tqdm=True,
@@ -284,20 +300,22 @@ def _machine(device: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_line("python -m tools.benchmark_evaluation", __doc__)
+    parser = command_line("python -m tools.benchmark_evaluation", __doc__, EPILOG)
     parser.add_argument("--data-dir", type=Path, required=True, help="rows of every task, as for eval.py")
     parser.add_argument("--checkpoint", type=Path, help="a run or step folder (default: --model at its random start)")
     parser.add_argument("--model", type=Path, default=Path("configs/model/metala_360m.yml"), help="default %(default)s")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of the random model")
     parser.add_argument("--scale", type=above_zero, default=1.0, help="part of the whole sets (default 1)")
     parser.add_argument("--only", choices=["metalion", "hf"], help="one side alone")
-    parser.add_argument("--limit-minutes", type=above_zero, help="stop each side after so long and estimate the rest")
-    parser.add_argument("--max-length", type=positive, default=2048, help="tokens seen at once (default %(default)s)")
+    parser.add_argument("--limit-minutes", type=above_zero, help="stop each side after this time and estimate the rest")
+    parser.add_argument(
+        "--max-length", type=positive, default=2048, help="tokens that the model reads at once (default %(default)s)"
+    )
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
     parser.add_argument("--hf-batch", default="auto", help="lm-eval's batch size (default auto)")
     parser.add_argument(
-        "--hf-max-batch", type=positive, default=512, help="where lm-eval's search begins (default %(default)s)"
+        "--hf-max-batch", type=positive, default=512, help="largest batch size that lm-eval tries (default %(default)s)"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of evaluation.json")
     return parser

@@ -27,13 +27,13 @@ examples:
   python -m tools.finetune_glue runs/c4_sample --tasks sst2 --data glue --hold-out 0.5 --start pretrained
 
 --data FOLDER holds TASK/train.jsonl.gz and TASK/validation.jsonl.gz (of MNLI validation_matched and
-validation_mismatched) with the columns of the hub's nyu-mll/glue. RTE, MRPC and STS-B start from the weights that MNLI
-left, which is trained first. What is finished is kept: the same command goes on where it was stopped.
+validation_mismatched) with the columns of the hub's nyu-mll/glue. RTE, MRPC and STS-B start from the weights of
+MNLI, which is trained first. An interrupted command resumes after its last finished run.
 """
 
 
 class TaskRecipe(BaseModel):
-    """epochs of a task, and the task whose weights it starts from."""
+    """Hold a task's epochs, and the task from whose weights it starts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     epochs: float = Field(gt=0)
@@ -127,20 +127,20 @@ class Session:
                     raise ValueError(f"{self._file} is of another {key}; name another folder with --output")
             for runs in self.results["runs"].values():
                 for key, scores in runs.items():
-                    # A correlation with what is no number is none either; JSON has null for it.
+                    # JSON has null for an undefined correlation.
                     runs[key] = {metric: math.nan if value is None else value for metric, value in scores.items()}
 
     def run(self, names: Sequence[str], *, chained: bool) -> str:
         """Fine-tune every task with every seed, and return the table, which is also in `output`/glue.md."""
         starts = {name: self.recipe.tasks[name].start if chained else None for name in names}
         self._check_data(starts)
-        self._write()  # of which weights the export in `output` is
+        self._write()  # identifies the weights of the export in `output`
         model = _exported(self.checkpoint, self.output)
         for name, start in starts.items():
             weights = model if start is None else self._weights_of(start, model)
             for seed in range(self.seeds):
-                kept = self.output / name if seed == 0 and name in starts.values() else None
-                self._once(name, seed, weights, start, keep=kept)
+                keep = self.output / name if seed == 0 and name in starts.values() else None
+                self._run_once(name, seed, weights, start, keep=keep)
         text = table(self.results["runs"], starts, self.hold_out)
         write_text(self.output / "glue.md", text)
         return text
@@ -163,19 +163,18 @@ class Session:
                     except FileNotFoundError as error:
                         if task == name:
                             raise
-                        words = (
-                            f"{error}. {name} starts from the weights that {task} left: --start pretrained does without"
-                        )
-                        raise FileNotFoundError(words) from error
+                        raise FileNotFoundError(
+                            f"{error}. {name} starts from the weights of {task}; --start pretrained does not need them"
+                        ) from error
 
     def _weights_of(self, name: str, model: Path) -> Path:
         folder = self.output / name
         if not (folder / "config.json").is_file():
-            self.results["runs"].get(name, {}).pop("pretrained/0", None)  # trained before its weights were asked for
-            self._once(name, 0, model, None, keep=folder)
+            self.results["runs"].get(name, {}).pop("pretrained/0", None)  # trained without saving its weights
+            self._run_once(name, 0, model, None, keep=folder)
         return folder
 
-    def _once(self, name: str, seed: int, weights: Path, start: str | None, keep: Path | None = None) -> None:
+    def _run_once(self, name: str, seed: int, weights: Path, start: str | None, keep: Path | None = None) -> None:
         key = f"{start or 'pretrained'}/{seed}"
         runs = self.results["runs"].setdefault(name, {})
         if key in runs:
@@ -303,9 +302,9 @@ def finetune(
 def table(
     runs: Mapping[str, Mapping[str, Mapping[str, float]]], starts: Mapping[str, str | None], hold_out: float | None
 ) -> str:
-    """Markdown: mean and sample standard deviation of every metric in percent, and the mean over tasks of their means.
+    """Return Markdown: mean and sample standard deviation of every metric in percent, and the mean over tasks.
 
-    starts: task -> the task whose weights it starts from, of the runs to show: the folder may hold others.
+    starts: task -> the task from whose weights it starts, for the runs to show.
     """
     rows: list[list[str]] = []
     means = []
@@ -330,7 +329,7 @@ def table(
 
 
 def _splits(name: str, data: Path | None, hold_out: float | None) -> tuple[list[Any], dict[str, list[Any]]]:
-    """Rows to train on, and rows to evaluate by split. Raises as `read_split`; ValueError where none is left to train on."""
+    """Return training rows, and rows to evaluate by split. Raises as `read_split`; ValueError without a training row."""
     import random
 
     from tools.evaluation.glue_tasks import read_split
@@ -342,7 +341,9 @@ def _splits(name: str, data: Path | None, hold_out: float | None) -> tuple[list[
     random.Random(0).shuffle(rows)
     held = max(1, round(hold_out * len(rows)))
     if held == len(rows):
-        raise ValueError(f"--hold-out {hold_out}: of the {held} rows of {name} none is left to train on")
+        raise ValueError(
+            f"--hold-out {hold_out}: no training row remains of the {held} rows of {name}; give a smaller share"
+        )
     return rows[held:], {first: rows[:held]}
 
 
@@ -354,7 +355,7 @@ def _splits_read(name: str, hold_out: float | None) -> list[str]:
 
 
 def _weights_hash(checkpoint: Path) -> str | None:
-    """Of a run the newest checkpoint's: it may have trained on under the same name. Raises CheckpointError."""
+    """Return the hash of an export's weights, or of a run's newest checkpoint. Raises CheckpointError."""
     if (checkpoint / "config.json").is_file():
         from tools.evaluation.huggingface import folder_hash
 
@@ -376,17 +377,17 @@ def _exported(checkpoint: Path, output: Path) -> Path:
         export(checkpoint, folder)
     written = read_json(folder / "config.json", "name an export of python -m tools.convert_hf", "architectures")
     if written["architectures"] != ["MetalionForMaskedLM"]:
-        print("note: a causal model; its last token is read", file=sys.stderr)
+        print("note: a causal model; the classifier reads its last token", file=sys.stderr)
     return folder
 
 
 def _keep(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
     """Write the fine-tuned weights with a copy of the export's source, so that the folder loads as the export."""
-    with atomic_folder(folder, overwrite=True) as aside:
+    with atomic_folder(folder, overwrite=True) as temporary:
         ignored = shutil.ignore_patterns("*.safetensors*", "training", "SHA256SUMS")
-        shutil.copytree(source, aside, ignore=ignored, dirs_exist_ok=True)
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        shutil.copytree(source, temporary, ignore=ignored, dirs_exist_ok=True)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
 
 
 def _run_of(checkpoint: Path) -> Path:

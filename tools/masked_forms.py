@@ -1,7 +1,7 @@
 """Compare LION's exact forms on one checkpoint: differences of outputs, time and memory by length.
 
-Beside them stands a softmax encoder of the same shape (untrained: its time and memory do not depend on weights). What runs
-is the model without its head, on random tokens, forward. Memory is the peak of what the forward pass allocates.
+An untrained softmax encoder of the same shape is measured too. The measured pass is forward on random tokens, without the
+head. Memory is the peak that the forward pass allocates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out:
         check_picture(options.out, "--out")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler reports every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports every start and stop
     rows = compare(options.run, sorted(set(options.lengths)), batch=options.batch, device=options.device)
     print(f"{'form':<18} {'tokens':>7} {'ms':>10} {'MiB':>10}   largest difference to parallel")
     for row in rows:
@@ -56,8 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(run: Path, lengths: Sequence[int], *, batch: int = 1, device: str = "auto") -> list[dict[str, Any]]:
-    """A row for every length and form: ms, mib, and the largest difference of the normed hidden states to the parallel
-    form's, relative to their largest (NaN for softmax). Float32. Raises ValueError for a model without LION's forms."""
+    """Return one row per length and form, measured in float32.
+
+    Keys: form, length, ms, mib, and difference: the largest difference of the normed hidden states to the parallel form's,
+    relative to their largest value (NaN for softmax).
+
+    Raises ValueError for a model without LION's forms.
+    """
     import torch
     from tqdm import tqdm
 
@@ -73,23 +78,23 @@ def compare(run: Path, lengths: Sequence[int], *, batch: int = 1, device: str = 
     if config.max_positions is not None and max(lengths) > config.max_positions:
         raise ValueError(f"--lengths {max(lengths)}: {run} has {config.max_positions} positions")
     softmax = {"attention": {"causal": False, "rotary_pct": 0.0}}
-    beside = dataclasses.replace(config, mixers=("attention",), mixer_options=softmax)
+    softmax_config = dataclasses.replace(config, mixers=("attention",), mixer_options=softmax)
     with torch.device(loaded.device):
-        encoder = LanguageModel(beside, seed=0).eval().requires_grad_(False)
+        encoder = LanguageModel(softmax_config, seed=0).eval().requires_grad_(False)
     rows = []
     for length in tqdm(lengths, desc="lengths", leave=False, disable=not sys.stderr.isatty()):
         generator = torch.Generator().manual_seed(length)
         tokens = torch.randint(config.vocab_size, (batch, length), generator=generator).to(loaded.device)
-        wanted = None
+        reference = None
         for form in (*FORMS, SOFTMAX):
             model = encoder if form == SOFTMAX else loaded.model
             for mixer in mixers if form != SOFTMAX else ():
                 mixer.options = dataclasses.replace(mixer.options, form=form)
             with torch.inference_mode():
                 hidden, ms, mib = _measure(lambda m=model, t=tokens: _encode(m, t), tokens)
-            wanted = hidden if wanted is None else wanted
-            scale = wanted.abs().max()
-            difference = math.nan if form == SOFTMAX else ((hidden - wanted).abs().max() / scale).item()
+            reference = hidden if reference is None else reference
+            scale = reference.abs().max()
+            difference = math.nan if form == SOFTMAX else ((hidden - reference).abs().max() / scale).item()
             rows.append({"form": form, "length": length, "ms": ms, "mib": mib, "difference": difference})
     return rows
 
@@ -106,16 +111,16 @@ def _measure(work: Callable[[], Any], tokens: Any) -> tuple[Any, float, float]:
     import torch
 
     def once() -> tuple[Any, float, int]:
-        before = 0
+        allocated = 0
         if tokens.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            allocated = torch.cuda.memory_allocated()
         begin = time.perf_counter()
         result = work()
         if tokens.is_cuda:
             torch.cuda.synchronize()
-        return result, (time.perf_counter() - begin) * 1e3, torch.cuda.max_memory_allocated() - before
+        return result, (time.perf_counter() - begin) * 1e3, torch.cuda.max_memory_allocated() - allocated
 
     result, ms, peak = once()
     times = [ms]
@@ -133,11 +138,11 @@ def _host_peak(work: Callable[[], Any]) -> int:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    held = peak = 0
+    allocated = peak = 0
     events = profiler.profiler.kineto_results.events()
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
     return peak
 
 

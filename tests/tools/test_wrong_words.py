@@ -42,7 +42,7 @@ CASES = {
         ("RUN --dtype int8", "dtype = 'int8': allowed are auto, fp32"),
         ("RUN --sequence-length x", "--sequence-length: x: a whole number, 1 or more, is allowed"),
         ("RUN --suite needle --depths 200", "--depths 200: percent of the filler, from 0 to 100"),
-        ("table NONE", "no results there; python eval.py MODEL --suite ... writes them"),
+        ("table NONE", "does not exist: python eval.py MODEL --suite ... writes it"),
         ("compare TEXT TEXT", "is no JSON"),
         ("--suite mqar tasks=[8xq]", "'8xq': allowed is LENGTHxPAIRS, for example"),
         ("--suite mqar models=[nosuch] --dry-run", "'nosuch' is not in .definitions.; allowed are attention, .*metala"),
@@ -71,7 +71,7 @@ CASES = {
         ("decode --output FILE/out", "Not a directory; give a folder"),
     ],
     "tools.benchmark_evaluation": [
-        ("--data-dir NONE", "--tokenizer says how the random model reads text; or give a --checkpoint"),
+        ("--data-dir NONE", "--tokenizer is missing: the random model needs one; or give a --checkpoint"),
         ("--data-dir NONE --checkpoint RUN", "nothing lacks .*boolq"),
         ("--data-dir NONE --checkpoint RUN --scale 0", "--scale: 0: a number above 0"),
     ],

@@ -124,16 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shape = options.hidden, options.heads, options.length, options.batch
         mixers.run(options.output, *shape, only=options.only, tuned=not options.no_tuning)
     elif options.command == "layouts":
-        layouts.run(
-            options.output,
-            options.config,
-            options.gpus,
-            options.length,
-            options.batch,
-            options.long,
-            options.steps,
-            options.only,
-        )
+        limits = options.gpus, options.length, options.batch, options.long, options.steps
+        layouts.run(options.output, options.config, *limits, options.only)
     elif options.command == "masked":
         shapes = [_shape(word) for word in options.shapes]
         masked.run(options.output, options.size, shapes, options.steps, options.rounds, options.override)
@@ -151,15 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device=options.device,
         )
     elif options.command == "decode":
-        decode.run(
-            options.output,
-            options.config,
-            options.contexts,
-            options.batch,
-            options.steps,
-            options.device,
-            not options.no_llama,
-        )
+        sizes = options.contexts, options.batch, options.steps
+        decode.run(options.output, options.config, *sizes, options.device, not options.no_llama)
     elif options.command == "choice":
         kernels.choice(options.output)
     else:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from models.config import ModelConfig
 from tools.cli.devices import device_of
 
 from .report import table, write_csv
+from .timing import timed
 
 PREFILL = 512  # tokens read at a time before decoding
 
@@ -51,7 +50,8 @@ def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int,
 
     def add(row: Row) -> None:
         rows.append(row)
-        print(_line(row), flush=True)
+        speed = f"{row.milliseconds:.3f} ms per step, {row.tokens_per_second:,.0f} tokens/s"
+        print(f"{row.method:>6} at context {row.context}: {speed}", flush=True)
         write_csv(output / "decode.csv", [asdict(row) for row in rows])
 
     with torch.inference_mode():
@@ -112,14 +112,13 @@ def ratios(rows: list[Row]) -> list[str]:
 
 
 def _project_model(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
-    import dataclasses
-
     from models.hf.configuration_metalion import MetalionConfig
     from models.hf.modeling_metalion import MetalionForCausalLM
 
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     with torch.device(device):
-        model = MetalionForCausalLM(MetalionConfig(**fields))
+        model = MetalionForCausalLM(
+            MetalionConfig(**{field.name: getattr(config, field.name) for field in fields(config)})
+        )
     return model.to(dtype).eval()
 
 
@@ -192,29 +191,15 @@ def _measure_llama(model: Any, context: int, batch: int, steps: int) -> Row:
 
 def _time(once: Callable[[], None], steps: int, device: torch.device) -> tuple[float, float | None]:
     """Return milliseconds per step, the median over five parts of `steps`, and peak GiB."""
+    cuda, count = device.type == "cuda", max(1, steps // 5)
+
+    def part() -> None:
+        for _ in range(count):
+            once()
+
     for _ in range(5):
         once()
-    if device.type == "cuda":
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(5):
-        with _clock(device, times):
-            for _ in range(max(1, steps // 5)):
-                once()
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    return statistics.median(times) / max(1, steps // 5) * 1e3, memory
-
-
-@contextmanager
-def _clock(device: torch.device, times: list[float]) -> Iterator[None]:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    times.append(time.perf_counter() - begin)
-
-
-def _line(row: Row) -> str:
-    return f"{row.method:>6} at context {row.context}: {row.milliseconds:.3f} ms per step, {row.tokens_per_second:,.0f} tokens/s"
+    seconds = statistics.median(timed(part, cuda=cuda)[1] for _ in range(5))
+    return seconds / count * 1e3, torch.cuda.max_memory_allocated() / 2**30 if cuda else None

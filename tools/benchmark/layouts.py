@@ -9,9 +9,9 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 
 from .report import machine, plot_bars, table, write_csv
+from .timing import timed
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,24 +47,24 @@ class LayoutCase:
 def cases(gpus: int, length: int, micro: int, long: int) -> list[LayoutCase]:
     """Return the layouts to measure: one GPU, and each kind of parallelism alone over 2, 4, ... GPUs up to `gpus`."""
     full = {"activation_checkpointing": {"mode": "full"}}
-    found = [LayoutCase("1 GPU", 1, length, micro, 4)]
+    layouts = [LayoutCase("1 GPU", 1, length, micro, 4)]
     if long:
-        found.append(LayoutCase(f"1 GPU, {long} tokens", 1, long, 1, 1, full))
+        layouts.append(LayoutCase(f"1 GPU, {long} tokens", 1, long, 1, 1, full))
     count = 2
     while count <= gpus:
-        found.append(LayoutCase(f"data {count}", count, length, micro, 4))
+        layouts.append(LayoutCase(f"data {count}", count, length, micro, 4))
         overlap = {"tensor": count, "tensor_overlap": micro % 2 == 0, "cuda_graph": True}
-        found.append(LayoutCase(f"tensor {count}", count, length, micro, 4, overlap))
+        layouts.append(LayoutCase(f"tensor {count}", count, length, micro, 4, overlap))
         sequence = {"tensor": count, "sequence_parallel": True}
-        found.append(LayoutCase(f"tensor {count}, sequence parallel", count, length, micro, 4, sequence))
-        found.append(LayoutCase(f"pipeline {count}", count, length, micro, 16, {"pipeline": count}))
+        layouts.append(LayoutCase(f"tensor {count}, sequence parallel", count, length, micro, 4, sequence))
+        layouts.append(LayoutCase(f"pipeline {count}", count, length, micro, 16, {"pipeline": count}))
         if long:
             peer = f"1 GPU, {long} tokens"
-            found.append(
+            layouts.append(
                 LayoutCase(f"context {count}, {long} tokens", count, long, 1, 1, {"context": count, **full}, peer)
             )
         count *= 2
-    return found
+    return layouts
 
 
 def run(output: Path, config: Path, gpus: int, length: int, micro: int, long: int, steps: int, only: str) -> None:
@@ -163,20 +164,18 @@ def _measure(case: LayoutCase, config_file: str, grid: Any, steps: int) -> dict[
             batches.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight})
         if grid.world_size > 1:
             dist.barrier()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        loss = engine.train_step(batches, lr=1e-5).loss
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
+        step, seconds = timed(partial(engine.train_step, batches, lr=1e-5), cuda=True)
+        loss = step.loss
+        times.append(seconds)
     memory = torch.tensor([torch.cuda.max_memory_allocated() / 2**30], device=grid.device)
     if grid.world_size > 1:
         dist.all_reduce(memory, dist.ReduceOp.MAX)
     engine.close()
-    seconds = statistics.median(times[2:])
+    median = statistics.median(times[2:])
     tokens_per_step = case.micro_batch_size * case.accumulation * case.length * grid.data_size
     return {
-        "tokens/s": tokens_per_step / seconds,
-        "step s": seconds,
+        "tokens/s": tokens_per_step / median,
+        "step s": median,
         "GiB per GPU": memory.item(),
         "loss": loss,
         "first step s": times[0],

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_lite.config.loader import ConfigError, load_config
 from models.config import ModelConfig
 
 from .report import machine, plot_lines, table, write_csv
+from .timing import timed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = ("bert", "lion_lit", "lion_d", "lion_s")
@@ -107,11 +108,10 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
         tokens = torch.randint(FIRST_WORD, config.model.vocab_size, (batch, length), generator=generator)
         predicted = torch.rand(batch, length, generator=generator) < 0.30
         sample = {"tokens": tokens.masked_fill(predicted, MASK), "labels": tokens.masked_fill(~predicted, -100)}
-        _wait(on_gpu)
-        begin = time.perf_counter()
-        loss = engine.train_step([{**sample, "loss_weight": predicted.float()}], lr=1e-5).loss
-        _wait(on_gpu)
-        times.append(time.perf_counter() - begin)
+        batch_of_step = [{**sample, "loss_weight": predicted.float()}]
+        step, seconds = timed(partial(engine.train_step, batch_of_step, lr=1e-5), cuda=on_gpu)
+        loss = step.loss
+        times.append(seconds)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
     engine.close()
     del engine
@@ -119,8 +119,3 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
     if on_gpu:
         torch.cuda.empty_cache()
     return Timing(times[3:], peak, loss)
-
-
-def _wait(on_gpu: bool) -> None:
-    if on_gpu:
-        torch.cuda.synchronize()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tools.cli.devices import device_of
 
 from .profile_parts import PARTS, part_of
 from .report import machine, plot_bars, table, write_csv
+from .timing import timed
 from .training_models import project_batch, project_config, project_engine
 
 WARM_UP, TIMED = 3, 5
@@ -66,28 +66,21 @@ def run(
     """
     from megatron_lite.engine.precision import faster_dtype
 
-    place = device_of(device)
-    device = place.type
+    torch_device = device_of(device)
+    device = torch_device.type
     config = project_config(str(config_file), overrides, length, batch)
     dtype = config.precision.dtype
     if dtype == "auto":
-        dtype = faster_dtype(place, config.model.hidden_size, length * batch)
-    engine = project_engine(config, place, dtype)
+        dtype = faster_dtype(torch_device, config.model.hidden_size, length * batch)
+    engine = project_engine(config, torch_device, dtype)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.model.vocab_size, (batch, length + 1), generator=generator)
-
-    def step() -> float:
-        begin = time.perf_counter()
-        engine.train_step([project_batch(tokens)], lr=1e-5)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
 
     with tqdm(total=WARM_UP + TIMED + steps + 1, unit="step") as bar:
 
         def next_step(words: str) -> float:
             bar.set_postfix_str(words)
-            seconds = step()
+            _, seconds = timed(lambda: engine.train_step([project_batch(tokens)], lr=1e-5), cuda=device == "cuda")
             bar.update()
             return seconds
 
@@ -255,9 +248,9 @@ def _module(chain: Sequence[str]) -> str:
 
 def _factors(name: str, shapes: Any) -> tuple[list[int], list[int]] | None:
     """Return the shapes of the two factors of a matmul, or None for another operator."""
-    found = re.fullmatch(r"aten::(add|badd)?(b?mm)_?", name)
-    factors = (shapes or [])[1 if found and found[1] else 0 :][:2]
-    if found is None or len(factors) < 2 or not factors[0] or not factors[1]:
+    match = re.fullmatch(r"aten::(add|badd)?(b?mm)_?", name)
+    factors = (shapes or [])[1 if match and match[1] else 0 :][:2]
+    if match is None or len(factors) < 2 or not factors[0] or not factors[1]:
         return None
     return factors[0], factors[1]
 

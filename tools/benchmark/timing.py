@@ -6,11 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Step = Callable[[], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,17 @@ class Measurement:
     queued: float | None = None
     replayed: float | None = None
     memory: float | None = None
+
+
+def timed(work: Callable[[], T], *, cuda: bool) -> tuple[T, float]:
+    """Return the result of one call and its seconds. On CUDA the device is idle before and after."""
+    if cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    result = work()
+    if cuda:
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - begin
 
 
 def measure(method: str, length: int, batch: int, build: Callable[[], tuple[Step, list[Tensor]]]) -> Measurement:

@@ -263,10 +263,10 @@ def _report(
     order = [(method_of(name, p), shape) for shape in plan.shapes for name in MODELS_UNDER_TEST for p in PRECISIONS]
     by_case = {(row["method"], (row["length"], row["batch"])): row for row in rows}
     cases = [by_case[case] for case in order if case in by_case]
-    own = {(row["length"], row["batch"]): _figures(row, peak) for row in cases if row["method"] == PROJECT}
+    project = {(row["length"], row["batch"]): _figures(row, peak) for row in cases if row["method"] == PROJECT}
     full = []
     for row in cases:
-        figures, reference = _figures(row, peak), own.get((row["length"], row["batch"]), {})
+        figures, reference = _figures(row, peak), project.get((row["length"], row["batch"]), {})
         for column in ("tokens/s", "peak GiB"):
             both = figures[column] and reference.get(column)
             figures[f"{PROJECT} / it, {column}"] = reference[column] / figures[column] if both else None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..loading.triton_autotune import tune_side_by_side, without_tuning
+from .timing import timed
 from .training_models import Settings, Size, Training, build
 
 WARM_UP = 2  # untimed steps after the first
@@ -82,13 +83,8 @@ def _measure(
         tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)
         if number == 1 + WARM_UP and cuda:
             torch.cuda.reset_peak_memory_stats()
-        if cuda:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        value = training.step(tokens)
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
+        value, seconds = timed(lambda tokens=tokens: training.step(tokens), cuda=cuda)
+        times.append(seconds)
         if number == 0:
             loss, first_step = value, None if launched is None else time.time() - launched
         _send({"step": number + 1})

@@ -1,4 +1,4 @@
-"""A model of this project as the lm-evaluation-harness sees it."""
+"""Adapt a model of this project to the lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from tools.inference.generation import generate
 
 
 class ProjectLM(TemplateLM):
-    """Answers the harness's requests with a `LanguageModel`.
+    """Answer the harness's requests with a `LanguageModel`.
 
-    The harness calls it in one process's terms: requests are shared out over `processes` in here, so that the result
-    does not depend on their number.
+    The harness sees one process. The requests are divided among `processes` here, so that the result does not depend on
+    their number.
 
     Args:
         model: in evaluation mode. Masked models answer with pseudo-log-likelihoods.
-        tokenizer: the one that the model was trained with.
-        max_length: tokens that the model sees at once; longer requests lose their beginning, which `counts` has.
-        name: what the results call it.
-        cache: the file of answers while the evaluation runs.
-        batch_tokens: tokens of a batch; 0 measures what fits.
-        state_bytes: what the states of a batch may take; 0 takes an eighth of the memory.
+        tokenizer: of the model's training.
+        max_length: tokens that the model reads at once. Longer requests lose their beginning and are counted in `counts`.
+        name: the model's name in results.
+        cache: cached answers of an interrupted evaluation.
+        batch_tokens, state_bytes: as `Scorer`.
 
     Raises ValueError for a masked model without a row for its tokenizer's mask.
     """
@@ -71,10 +70,10 @@ class ProjectLM(TemplateLM):
             self.scorer = PseudoScorer(model, checked_mask_id(model, tokenizer), before, after, batch_tokens)
         else:
             self.scorer = Scorer(model, batch_tokens, state_bytes)
-        # Tokens of context and continuation that fit: a causal model does not read the last one.
+        # Most tokens of context and continuation: a causal model does not read the last one.
         self._room = max_length - len(before) - len(after) if self.masked else max_length + 1
         self._device = next(model.parameters()).device
-        self._terminal = sys.stderr  # the harness's own bars are kept off it
+        self._terminal = sys.stderr  # stderr is redirected during the harness's call
         self.counts = RequestCounts()
 
     @property
@@ -127,38 +126,37 @@ class ProjectLM(TemplateLM):
                 f"{self.name} sees both directions and cannot continue a text: leave out the tasks that generate "
                 f"({', '.join(sorted({r.task_name or '?' for r in requests}))})"
             )
-        asked = [(request.args[0], _settings(request.args[1], self.max_gen_toks)) for request in requests]
-        words = _generation_words(requests, asked)
-        keys = [self.cache.key("generate", *own) for own in words]
-        found = {i: value for i, key in enumerate(keys) if (value := self.cache.get(key)) is not None}
-        prompts = encode_texts(self._tokenizer, [text for text, _ in asked])
-        # Equal settings and about equal lengths go side by side.
-        rest = sorted(set(range(len(asked))) - found.keys(), key=lambda i: (repr(asked[i][1]), -len(prompts[i])))
-        mine = rest[self.processes.rank :: self.processes.size]
+        settings = [generation_settings(request.args[1], self.max_gen_toks) for request in requests]
+        identities = _generation_identities(requests, settings)
+        keys = [self.cache.key("generate", *identity) for identity in identities]
+        texts = {i: value for i, key in enumerate(keys) if (value := self.cache.get(key)) is not None}
+        prompts = encode_texts(self._tokenizer, [request.args[0] for request in requests])
+        # A batch has equal settings and similar lengths.
+        missing = sorted(set(range(len(requests))) - texts.keys(), key=lambda i: (repr(settings[i]), -len(prompts[i])))
 
-        def write() -> dict[int, str]:
-            written: dict[int, str] = {}
-            left = mine
-            with self._bar(len(left), "texts") as bar:
-                while left:
-                    settings = asked[left[0]][1]
-                    rows = max(1, self.scorer.batch_tokens // (len(prompts[left[0]]) + settings["max_tokens"]))
-                    batch = [i for i in left[:rows] if asked[i][1] == settings]
-                    left = left[len(batch) :]
-                    room = max(1, self.max_length - settings["max_tokens"])
-                    seeds = [_seed(words[i]) for i in batch]
-                    texts = self._continue([prompts[i][-room:].tolist() for i in batch], **{**settings, "seed": seeds})
-                    written.update(zip(batch, texts, strict=True))
-                    self.cache.add((keys[i], written[i]) for i in batch)
+        def generate_share() -> dict[int, str]:
+            generated: dict[int, str] = {}
+            remaining = missing[self.processes.rank :: self.processes.size]
+            with self._bar(len(remaining), "texts") as bar:
+                while remaining:
+                    shared = settings[remaining[0]]
+                    rows = max(1, self.scorer.batch_tokens // (len(prompts[remaining[0]]) + shared["max_tokens"]))
+                    batch = [i for i in remaining[:rows] if settings[i] == shared]
+                    remaining = remaining[len(batch) :]
+                    room = max(1, self.max_length - shared["max_tokens"])
+                    seeds = [_seed(identities[i]) for i in batch]
+                    ends = [prompts[i][-room:].tolist() for i in batch]
+                    generated.update(zip(batch, self._continue(ends, **{**shared, "seed": seeds}), strict=True))
+                    self.cache.add((keys[i], generated[i]) for i in batch)
                     bar.update(len(batch))
-            return written
+            return generated
 
-        found.update(self.processes.together(write))
-        for i, request in enumerate(requests):
-            cut = len(prompts[i]) > self.max_length - asked[i][1]["max_tokens"]
-            self.counts.truncated[request.task_name or ""] += cut
-        self.counts.requests.update(request.task_name or "" for request in requests)
-        return [found[i] for i in range(len(requests))]
+        texts.update(self.processes.compute_shared(generate_share))
+        for prompt, request, shared in zip(prompts, requests, settings, strict=True):
+            name = request.task_name or ""
+            self.counts.truncated[name] += len(prompt) > self.max_length - shared["max_tokens"]
+            self.counts.requests[name] += 1
+        return [texts[i] for i in range(len(requests))]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the description of the model in `results.json`."""
@@ -170,57 +168,54 @@ class ProjectLM(TemplateLM):
         }
 
     def _windows(self, pairs: Sequence[Pair], names: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
-        """Return the end of every request, as long as the model reads. Raises as `refuse_longer`."""
+        """Return the last `_room` ids of every request. Raises as `refuse_longer`."""
         room = self._room
         contexts, targets = [], []
         for pair, name in zip(pairs, names, strict=True):
             refuse_longer(name, len(pair.target), room - 1)
             self.counts.add(name, pair, room)
-            seen = np.concatenate([pair.context, pair.target])[-room:]
-            first = len(seen) - len(pair.target)
-            contexts.append(seen[:first])
-            targets.append(seen[first:])
+            ids = np.concatenate([pair.context, pair.target])[-room:]
+            first = len(ids) - len(pair.target)
+            contexts.append(ids[:first])
+            targets.append(ids[first:])
         return contexts, targets
 
     def _score(self, kind: str, contexts: list[Ids], targets: list[Ids]) -> list[tuple[float, bool]]:
         keys = [self.cache.key(kind, *pair) for pair in zip(contexts, targets, strict=True)]
-        self.counts.asked_tokens += sum(map(len, contexts)) + sum(map(len, targets)) - len(targets)
-        answers_by_number: dict[int, tuple[float, bool]] = {}
+        self.counts.tokens += sum(map(len, contexts)) + sum(map(len, targets)) - len(targets)
+        answers: dict[int, tuple[float, bool]] = {}
         for number, key in enumerate(keys):
             if not len(targets[number]):
-                answers_by_number[number] = (0.0, True)  # an empty continuation is certain
+                answers[number] = (0.0, True)  # an empty continuation is certain
             elif (value := self.cache.get(key)) is not None:
-                answers_by_number[number] = (value[0], value[1])
-        rest = [number for number in range(len(keys)) if number not in answers_by_number]
-        units: Any = self.scorer.units([contexts[i] for i in rest], [targets[i] for i in rest])
-        mine = units[self.processes.rank :: self.processes.size]
-        share = len(rest) if self.processes.size == 1 else len(rest) // self.processes.size
-        description = f"{self.score_name}s" + (
-            f" ({len(answers_by_number)} known from before)" if answers_by_number else ""
-        )
+                answers[number] = (value[0], value[1])
+        missing = [number for number in range(len(keys)) if number not in answers]
+        units: Any = self.scorer.units([contexts[i] for i in missing], [targets[i] for i in missing])
+        share = units[self.processes.rank :: self.processes.size]
+        description = f"{self.score_name}s" + (f" ({len(answers)} cached)" if answers else "")
 
         def compute() -> dict[int, tuple[float, bool]]:
             computed: dict[int, tuple[float, bool]] = {}
-            with self._bar(share, description) as bar:
+            with self._bar(len(missing) // self.processes.size, description) as bar:
 
-                def done(answers: list[tuple[int, tuple[float, bool]]]) -> None:
-                    numbered = [(rest[i], answer) for i, answer in answers]
+                def done(scores: list[tuple[int, tuple[float, bool]]]) -> None:
+                    numbered = [(missing[i], score) for i, score in scores]
                     computed.update(numbered)
-                    self.cache.add((keys[i], answer) for i, answer in numbered)
-                    bar.update(len(answers))
+                    self.cache.add((keys[i], score) for i, score in numbered)
+                    bar.update(len(scores))
 
-                self.scorer.score_units(mine, len(rest), done=done)
+                self.scorer.score_units(share, len(missing), done=done)
             return computed
 
-        answers_by_number.update(self.processes.together(compute))
-        return [answers_by_number[number] for number in range(len(keys))]
+        answers.update(self.processes.compute_shared(compute))
+        return [answers[number] for number in range(len(keys))]
 
     def _continue(
         self, prompts: list[list[int]], *, stops: tuple[str, ...], max_tokens: int, **sampling: Any
     ) -> list[str]:
         prompts = [prompt or [self.eot_token_id] for prompt in prompts]
-        written: list[list[int]] = [[] for _ in prompts]
-        open_rows = set(range(len(prompts)))
+        generated: list[list[int]] = [[] for _ in prompts]
+        unfinished = set(range(len(prompts)))
         steps = generate(
             self.model,
             prompts,
@@ -230,31 +225,30 @@ class ProjectLM(TemplateLM):
             **sampling,
         )
         for step in steps:
-            for row in list(open_rows):
+            for row in list(unfinished):
                 token = step[row]
                 if token is not None:
-                    written[row].append(token)
-                    tail = self._tokenizer.decode(written[row][-_STOP_WINDOW:])
+                    generated[row].append(token)
+                    tail = self._tokenizer.decode(generated[row][-_STOP_WINDOW:])
                 if token is None or any(stop in tail for stop in stops):
-                    open_rows.discard(row)
-            if not open_rows:
+                    unfinished.discard(row)
+            if not unfinished:
                 break
-        texts = [self._tokenizer.decode(ids) for ids in written]
-        return [_cut(text, stops) for text in texts]
+        texts = [self._tokenizer.decode(ids) for ids in generated]
+        return [_until_first_stop(text, stops) for text in texts]
 
     def _bar(self, total: int, description: str) -> tqdm:
-        shown = self.progress and self.processes.is_main
         return tqdm(
             total=total,
             desc=description,
             unit="request",
-            disable=not shown,
+            disable=not (self.progress and self.processes.is_main),
             dynamic_ncols=True,
             file=self._terminal,
         )
 
 
-# Tokens at the end of a text in which a stop string is looked for.
+# Tokens at the end of a text that are searched for a stop string.
 _STOP_WINDOW = 48
 
 
@@ -269,17 +263,17 @@ def checked_mask_id(model: LanguageModel, tokenizer: Tokenizer) -> int:
     return tokenizer.mask_id
 
 
-def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+def generation_settings(requested: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     """Return the harness's generation settings as arguments of `tools.inference.generation.generate`.
 
     Raises ValueError for unknown settings.
     """
-    settings = normalize_gen_kwargs(given, max_tokens)
+    settings = normalize_gen_kwargs(requested, max_tokens)
     sampled, temperature = settings["do_sample"], settings.get("temperature")
     if unknown := sorted(
         settings.keys() - {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p", "seed"}
     ):
-        raise ValueError(f"this model does not generate with {unknown[0]}: temperature, top_k and top_p are known")
+        raise ValueError(f"this model does not generate with {unknown[0]}: allowed are temperature, top_k and top_p")
     return {
         "stops": tuple(settings["until"]),
         "max_tokens": settings["max_gen_toks"],
@@ -290,32 +284,29 @@ def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     }
 
 
-def _generation_words(
-    requests: Sequence[Instance], asked: Sequence[tuple[str, dict[str, Any]]]
-) -> list[tuple[str, ...]]:
-    """Return what a continuation depends on beside the model: text and settings.
+def _generation_identities(requests: Sequence[Instance], settings: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the texts that identify each continuation: prompt and settings.
 
-    A sampled continuation also depends on the document and the number of its repeat.
+    A sampled continuation also has its document and the number of its repeat.
     """
     repeats: Counter[tuple[str, ...]] = Counter()
-    every = []
-    for request, (text, settings) in zip(requests, asked, strict=True):
-        words = (text, repr(sorted(settings.items())))
-        if settings["temperature"]:
-            words += (f"{request.task_name} {request.doc_id} {request.idx}",)
-            repeats[words] += 1
-            words += (str(repeats[words]),)
-        every.append(words)
-    return every
+    identities = []
+    for request, values in zip(requests, settings, strict=True):
+        identity = (request.args[0], repr(sorted(values.items())))
+        if values["temperature"]:
+            identity += (f"{request.task_name} {request.doc_id} {request.idx}",)
+            repeats[identity] += 1
+            identity += (str(repeats[identity]),)
+        identities.append(identity)
+    return identities
 
 
-def _seed(words: Sequence[str]) -> int:
-    """Return the seed of a request. A sampled text depends on no other request and on no batch size."""
-    return int.from_bytes(hashlib.blake2b("\0".join(words).encode(), digest_size=7).digest(), "little")
+def _seed(identity: Sequence[str]) -> int:
+    """Return the seed of a request, so that a sampled text does not depend on other requests or the batch size."""
+    return int.from_bytes(hashlib.blake2b("\0".join(identity).encode(), digest_size=7).digest(), "little")
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
-    for stop in stops:
-        if stop:
-            text = text.split(stop)[0]
+def _until_first_stop(text: str, stops: Sequence[str]) -> str:
+    for stop in filter(None, stops):
+        text = text.split(stop)[0]
     return text

@@ -1,4 +1,4 @@
-"""The commands of `eval.py`: evaluate a model, tabulate results, compare results."""
+"""Run the commands of `eval.py`: evaluate a model, tabulate results, compare results."""
 
 from __future__ import annotations
 
@@ -8,27 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import read_json, write_text
-from tools.evaluation.harness import (
-    Prepared,
-    evaluate,
-    how_it_is_asked,
-    metric_value,
-    prepare_tasks,
-    read_results,
-    shots_of,
-    what_is_asked,
-    write_json,
-    write_samples,
-)
+from tools.evaluation.document_metrics import metric_value, metrics_of
+from tools.evaluation.harness import Prepared, evaluate, model_settings, prepare_tasks, shots_of, task_settings
 from tools.evaluation.open_model import is_huggingface, locate_model, open_model, results_file
-from tools.evaluation.report import (
-    bar_chart,
-    detail_rows,
-    latex,
-    markdown,
-    metrics_of,
-    suite_table,
-)
+from tools.evaluation.report import bar_chart, detail_rows, latex, markdown, suite_table
 from tools.evaluation.request import EvaluationRequest, TaskRequest
 from tools.evaluation.results_file import (
     KINDS,
@@ -37,9 +20,12 @@ from tools.evaluation.results_file import (
     difference,
     earlier_results,
     number_format,
+    read_results,
     refuse_others,
     suite_settings,
     with_tasks,
+    write_json,
+    write_samples,
 )
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 from tools.reporting.tables import plain_table
@@ -51,7 +37,7 @@ Results = dict[str, Any]
 
 
 def evaluate_model(request: EvaluationRequest) -> None:
-    """Evaluate a model on everything that is requested. Raises as `check_request` and the kinds of evaluations."""
+    """Run all evaluations of a request. Raises as `check_request` and the kinds of evaluations."""
     located = check_request(request)
     if request.needle is not None:
         from tools.evaluation.needle import run_needle
@@ -66,9 +52,7 @@ def evaluate_model(request: EvaluationRequest) -> None:
 
 
 def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
-    """Return the located checkpoint, or None for a Hugging Face model.
-
-    Everything that needs neither weights nor the hub's data is refused here, before an evaluation of hours.
+    """Check all that needs neither weights nor the hub's data. Return the checkpoint, or None for a Hugging Face model.
 
     Raises as `read_suite`, `check_needle`, `locate_model`, `check_output` and `check_texts`; ValueError for texts of a
     masked or Hugging Face model, and for one `--out` of several kinds of results.
@@ -78,8 +62,8 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
     kinds = request.kinds
     if request.out and len(kinds) > 1:
         raise ValueError(
-            f"--out {request.out}: {' and '.join(KINDS[kind][1] for kind in kinds)} have a results file each: ask for one of "
-            "them at a time, or leave --out away"
+            f"--out {request.out}: {' and '.join(KINDS[kind][1] for kind in kinds)} have a results file each: request "
+            "one of them at a time, or leave --out out"
         )
     huggingface = is_huggingface(request.checkpoint)
     if request.needle is not None:
@@ -94,8 +78,8 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
     located = locate_model(request)
     if request.texts is not None and located is not None and located.model.bidirectional_mixers():
         raise ValueError(
-            f"{located.checkpoint} is a masked model: it sees the token that it would predict, so that it has no perplexity. "
-            "Its pseudo-log-likelihood ranks the choices of --suite"
+            f"{located.checkpoint} is a masked model: it reads the token that it would predict and has no perplexity. "
+            "--suite ranks choices by its pseudo-log-likelihood"
         )
     for kind in kinds:
         check_output(results_file(request, located, kind), kind)
@@ -107,13 +91,13 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
 
 
 def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedCheckpoint | None) -> Results | None:
-    """Evaluate a model on suites, print the tables and write everything beside the results file.
+    """Evaluate a model on suites, print the tables, and write results, tables and chart.
 
     Returns the results, or None on a process other than the main one. Raises as `prepare_tasks` and `open_model`.
     """
     prepared = prepare_tasks(tasks)
     opened = open_model(request, located, "suites")
-    description = {"model": opened.facts, **how_it_is_asked(opened.lm), **what_is_asked(prepared)}
+    description = {"model": opened.facts, **model_settings(opened.lm), **task_settings(prepared)}
     model = {"model_dtype": number_format(opened.lm.model)}
     settings = suite_settings({"config": model, "n-shot": shots_of(prepared), "metalion": description})
     refuse_others(opened.out, suite_settings(earlier_results(opened.out, "suites")), settings)
@@ -123,7 +107,7 @@ def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedC
     results["metalion"].update(model=opened.facts, title=opened.name)
     samples = results.pop("samples")
     new_results = results
-    earlier = earlier_results(opened.out, "suites")  # another evaluation may have written meanwhile
+    earlier = earlier_results(opened.out, "suites")  # another evaluation may have written since
     if not difference(suite_settings(earlier), settings):
         results = with_tasks(earlier, results)
     write_json(opened.out, results)
@@ -134,7 +118,7 @@ def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedC
     suites = prepared.suites if results is new_results else _suites_of([results], prepared.suites)
     write_tables(suites, [(opened.name, results)], opened.out)
     if opened.loaded is not None:
-        _summarise(opened.loaded.run, opened.loaded.checkpoint, new_results, prepared)
+        _add_to_run(opened.loaded.run, opened.loaded.checkpoint, new_results, prepared)
     return results
 
 
@@ -161,7 +145,7 @@ def table_command(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("results", nargs="+", type=Path, help="results.json of each model, or its folder")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/evaluation/table.md"), help="where (default %(default)s)"
+        "--out", type=Path, default=Path("runs/evaluation/table.md"), help="Markdown file (default %(default)s)"
     )
     options = parser.parse_args(arguments)
     check_output(options.out.with_suffix(".md"))
@@ -172,7 +156,7 @@ def table_command(arguments: Sequence[str]) -> int:
 
 def compare_command(arguments: Sequence[str]) -> int:
     """Run `python eval.py compare a.json b.json`: the differences and their significance."""
-    from tools.evaluation.significance import compare, comparison_rows, left_out
+    from tools.evaluation.significance import compare, comparison_rows, excluded_metrics
 
     parser = argparse.ArgumentParser(
         prog="python eval.py compare",
@@ -181,21 +165,21 @@ def compare_command(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("first", type=Path, help="results.json, or its folder")
     parser.add_argument("second", type=Path, help="results.json, or its folder")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON too")
+    parser.add_argument("--out", type=Path, help="also write the rows as JSON")
     options = parser.parse_args(arguments)
     if options.out:
         check_output(options.out)
     first, second = read_results(options.first), read_results(options.second)
-    found = compare(first, second)
+    differences = compare(first, second)
     print(f"first:  {first['metalion']['title']}\nsecond: {second['metalion']['title']}\n")
-    print(plain_table(*comparison_rows(found)))
-    for text in left_out(first, second):
+    print(plain_table(*comparison_rows(differences)))
+    for text in excluded_metrics(first, second):
         print(f"\nnot compared: {text}")
     print(
         "\np: chance of a difference this large between models that are equal on every document; significant: p (Holm) < 0.05"
     )
     if options.out:
-        write_json(options.out, [{**vars(d), "change": d.change} for d in found])
+        write_json(options.out, [{**vars(d), "change": d.change} for d in differences])
     return 0
 
 
@@ -212,10 +196,10 @@ def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, flo
     return values
 
 
-def _summarise(run: Path, checkpoint: Path, results: Results, prepared: Prepared) -> None:
-    """Write the scores to the run's own results file, which its report page shows."""
+def _add_to_run(run: Path, checkpoint: Path, results: Results, prepared: Prepared) -> None:
+    """Add the scores to the run's results file, which its report page shows."""
     path = run / RESULTS_FILE
-    content = read_json(path, "remove it: python eval.py RUN writes it anew") if path.is_file() else {}
+    content = read_json(path, "remove it: python eval.py RUN writes it again") if path.is_file() else {}
     checkpoint_name = str(checkpoint.resolve())
     if content.get("checkpoint") != checkpoint_name:
         return
@@ -232,14 +216,14 @@ def _summarise(run: Path, checkpoint: Path, results: Results, prepared: Prepared
     write_json(path, content)
 
 
-def _suites_of(models: Sequence[Mapping[str, Any]], known: Sequence[Suite] = ()) -> list[Suite]:
-    """What the results say that they were asked for, and a table of the tasks of none of them. known: suites by their suite_files
-    files, which results do not name."""
+def _suites_of(models: Sequence[Mapping[str, Any]], requested: Sequence[Suite] = ()) -> list[Suite]:
+    """Return the suites that the results name, and a table of the tasks that are in none of them.
+
+    requested: suites from YAML files, which results name without their file.
+    """
     names = dict.fromkeys(name for results in models for name in results["metalion"]["suites"])
-    suite_files = {suite.name: suite for suite in known if suite.name != "tasks"}
-    suites = [
-        suite_files.get(name) or read_suite(name) for name in names if name in suite_files or name in suite_names()
-    ]
+    from_files = {suite.name: suite for suite in requested if suite.name != "tasks"}
+    suites = [from_files.get(name) or read_suite(name) for name in names if name in from_files or name in suite_names()]
     shown = {task for suite in suites for task in suite.tasks}
     rest = [task for results in models for task in results["versions"] if task not in shown]
     return [*suites, *([task_suite(list(dict.fromkeys(rest)))] if rest else [])]

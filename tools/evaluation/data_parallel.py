@@ -1,4 +1,4 @@
-"""The processes that share an evaluation: each computes a part of the requests, all get all answers."""
+"""Divide the requests of an evaluation among processes. Every process gets all answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Processes:
-    """The rank of this process among those that evaluate together (`torchrun --nproc-per-node 8 eval.py ...`)."""
+    """Hold the rank of this process and the number of processes (`torchrun --nproc-per-node 8 eval.py ...`)."""
 
     rank: int = 0
     size: int = 1
@@ -22,10 +22,10 @@ class Processes:
         """Return whether this process prints and writes."""
         return self.rank == 0
 
-    def together(self, compute: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+    def compute_shared(self, compute: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
         """Compute a part on every process and return the entries of all parts on every process.
 
-        An error of one process is raised on all of them (as RuntimeError on the others), so that none is left waiting.
+        An error of one process is raised on all processes (as RuntimeError on the others), so that none waits forever.
         """
         if self.size == 1:
             return compute()
@@ -40,7 +40,7 @@ class Processes:
             raise error
         if problems := [text for _, text in parts if text is not None]:
             raise RuntimeError(f"on another process: {problems[0]}")
-        return {key: value for found, _ in parts for key, value in found.items()}
+        return {key: value for entries, _ in parts for key, value in entries.items()}
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, on every process."""
@@ -48,8 +48,8 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
-    def wait(self) -> None:
-        """Wait until every process is here."""
+    def barrier(self) -> None:
+        """Wait until every process has called this function."""
         if self.size > 1:
             dist.barrier()
 

@@ -1,4 +1,4 @@
-"""Suites while a run trains: what `train.py` hands to the trainer."""
+"""Evaluate suites during training: the function that `train.py` passes to the trainer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def suite_evaluation(
 ) -> Callable[[], dict[str, float]] | None:
     """Return a function that evaluates `evaluation.suites` on the current model, or None if there are none.
 
-    Every process calls it. The requests are shared out over the data ranks where each of them has the whole model; where
-    a forward pass is everyone's (ZeRO 3), all do all of it.
+    Every process calls it. Data ranks that hold the whole model share the requests. With ZeRO 3 a forward pass needs all
+    ranks, and each rank answers all requests.
 
     Raises:
-        ValueError, FileNotFoundError: an unknown suite or task, or data that the folder lacks, so that a run with a wrong
-            configuration ends before it begins. That the hub is out of reach is a warning: it does not stop a run.
+        ValueError, FileNotFoundError: an unknown suite or task, or missing data, so that a wrong configuration is refused
+            before the first step. A hub that cannot be reached is a warning only.
     """
     settings = config.evaluation
     if not settings.suites:
@@ -31,8 +31,8 @@ def suite_evaluation(
     if grid.pipe_size * grid.context_size > 1:
         if grid.is_main:
             warnings.warn(
-                "evaluation.suites: a model whose layers or sequences are on several processes is not evaluated while it "
-                "trains; python eval.py RUN --suite ... evaluates its checkpoints",
+                "evaluation.suites: models with pipeline or context parallelism are not evaluated during training; "
+                "evaluate their checkpoints with python eval.py RUN --suite ...",
                 stacklevel=2,
             )
         return None
@@ -43,7 +43,7 @@ def suite_evaluation(
     from tools.evaluation.request import TaskRequest
     from tools.evaluation.suites import UnknownNameError, suite_names
 
-    # A name is a suite's where there is one, a task's otherwise.
+    # Every name that is no suite is a task.
     suites = [name for name in settings.suites if name in suite_names() or name.endswith((".yml", ".yaml"))]
     tasks = [name for name in settings.suites if name not in suites]
     folder = None if settings.data_directory is None else Path(settings.data_directory)
@@ -64,7 +64,7 @@ def suite_evaluation(
             tokenizer,
             max_length=config.batch.sequence_length,
             processes=processes,
-            # Beside the trainer's own memory there is room for about what a micro batch takes.
+            # The trainer leaves memory for about one micro-batch.
             batch_tokens=max(4096, config.batch.micro_batch_size * config.batch.sequence_length),
             state_bytes=1 << 30,
             progress=False,

@@ -1,7 +1,7 @@
-"""Data of the suites at the size of the whole sets, where a folder holds only a part of a set.
+"""Fill incomplete data sets of the suites to their whole size.
 
-What is missing are rows whose words are shuffled, so that no two are alike and what requests share is what they share
-in the whole set (MultiRC: 83 paragraphs, 953 questions, 4,848 answers).
+Added rows have shuffled words, so that no two are alike. Requests share as much as in the whole set (MultiRC: 83
+paragraphs, 953 questions, 4,848 answers).
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def write_whole_sets(source: Path, target: Path, scale: float = 1.0) -> int:
 
 
 def _shuffled(value: Any, draw: random.Random) -> Any:
-    """Return the row with the words of every text in another order. Labels, indices and single words stay."""
+    """Return the row with shuffled words in every text. Labels, indices and single words stay."""
     if isinstance(value, dict):
-        return {key: item if key in _KEPT else _shuffled(item, draw) for key, item in value.items()}
+        return {key: item if key in _UNCHANGED else _shuffled(item, draw) for key, item in value.items()}
     if isinstance(value, list):
         return [_shuffled(item, draw) for item in value]
     if not isinstance(value, str):
         return value
     words = value.split(" ")
-    if "_" in words:  # the blank stays where it is
+    if "_" in words:  # the blank keeps its place
         place = words.index("_")
         rest = words[:place] + words[place + 1 :]
         draw.shuffle(rest)
@@ -71,7 +71,7 @@ def _shuffled(value: Any, draw: random.Random) -> Any:
     return " ".join(words)
 
 
-_KEPT = {"label", "answerKey", "answer", "idx", "id", "pronoun", "span1_text", "span2_text", "word", "text_label"}
+_UNCHANGED = {"label", "answerKey", "answer", "idx", "id", "pronoun", "span1_text", "span2_text", "word", "text_label"}
 
 
 def _multirc(rows: list[Row], size: int, scale: float, draw: random.Random) -> list[Row]:
@@ -80,7 +80,7 @@ def _multirc(rows: list[Row], size: int, scale: float, draw: random.Random) -> l
         (i % len(paragraphs), _shuffled(draw.choice(rows)["question"], draw))
         for i in range(max(1, round(QUESTIONS * scale)))
     ]
-    found = []
+    answers = []
     for number in range(size):
         question = number * len(questions) // size
         paragraph, text = questions[question]
@@ -90,12 +90,12 @@ def _multirc(rows: list[Row], size: int, scale: float, draw: random.Random) -> l
         )
         index = {"paragraph": paragraph, "question": question, "answer": number}
         row = {"paragraph": paragraphs[paragraph], "question": text, "answer": answer, "idx": index}
-        found.append({**row, "label": draw.randrange(2)})
-    return found
+        answers.append({**row, "label": draw.randrange(2)})
+    return answers
 
 
 def _read(source: Path, name: str) -> list[Row]:
-    # Where the evaluated split is there in part only, the rows of the other one help.
+    # If the evaluated split is incomplete, add rows of the other split.
     rows: list[Row] = []
     for split in (name.rpartition("/")[2], "validation", "test"):
         for suffix in (".jsonl.gz", ".jsonl"):
@@ -104,5 +104,5 @@ def _read(source: Path, name: str) -> list[Row]:
                 text = gzip.decompress(path.read_bytes()) if suffix.endswith(".gz") else path.read_bytes()
                 rows += [row for line in text.decode().splitlines() if (row := json.loads(line)) not in rows[:50]]
     if not rows:
-        raise FileNotFoundError(f"{source} lacks {name}.jsonl.gz: a few rows of every task are needed to begin with")
+        raise FileNotFoundError(f"{source} lacks {name}.jsonl.gz: a few rows of every task are needed")
     return rows

@@ -1,4 +1,4 @@
-"""The tasks of GLUE (Wang et al. 2019, arXiv 1804.07461): their columns, labels, splits and official metrics."""
+"""Define the tasks of GLUE (Wang et al. 2019, arXiv 1804.07461): columns, labels, splits and official metrics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ HUB = "nyu-mll/glue"
 
 @dataclass(frozen=True)
 class Task:
-    """texts: one column, or two for a pair. labels: classes, 1 for a real number. metrics: the official ones.
+    """Describe a task.
 
-    splits: what is evaluated -> how its metrics are called in tables.
+    Attributes:
+        texts: one column, or two for a pair.
+        labels: number of classes, 1 for a real number.
+        metrics: the official ones.
+        splits: evaluated split -> its name in tables.
     """
 
     texts: tuple[str, ...]
@@ -59,13 +63,13 @@ def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
     from scipy import stats
     from sklearn import metrics
 
-    found = logits[:, 0] if task.labels == 1 else logits.argmax(-1)
+    predicted = logits[:, 0] if task.labels == 1 else logits.argmax(-1)
     functions: dict[str, Callable[[], Any]] = {
-        "accuracy": lambda: metrics.accuracy_score(labels, found),
-        "f1": lambda: metrics.f1_score(labels, found, zero_division=0),
-        "matthews": lambda: metrics.matthews_corrcoef(labels, found),
-        "pearson": lambda: _correlation(stats.pearsonr, labels, found),
-        "spearman": lambda: _correlation(stats.spearmanr, labels, found),
+        "accuracy": lambda: metrics.accuracy_score(labels, predicted),
+        "f1": lambda: metrics.f1_score(labels, predicted, zero_division=0),
+        "matthews": lambda: metrics.matthews_corrcoef(labels, predicted),
+        "pearson": lambda: _correlation(stats.pearsonr, labels, predicted),
+        "spearman": lambda: _correlation(stats.spearmanr, labels, predicted),
     }
     return {name: float(functions[name]()) for name in task.metrics}
 
@@ -73,8 +77,7 @@ def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
 def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
     """Return the rows of a split of `folder`/name/split.jsonl.gz (or .jsonl), or of the hub.
 
-    Raises FileNotFoundError naming the file, ValueError for no row, for one without the task's columns or with a label that
-    it does not have, and for a damaged file.
+    Raises FileNotFoundError naming the file; ValueError for a damaged or empty file, a missing column, or an unknown label.
     """
     if folder is None:
         from datasets import load_dataset
@@ -102,7 +105,7 @@ def split_file(name: str, split: str, folder: Path) -> Path:
     for path in (zipped, plain):
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{zipped}: there is no such split; put it there, or leave --data out to read the hub")
+    raise FileNotFoundError(f"{zipped} does not exist: put the split there, or leave --data out to read the hub")
 
 
 def _read_lines(path: Path) -> list[Row]:
@@ -113,12 +116,10 @@ def _read_lines(path: Path) -> list[Row]:
                 if line.strip():
                     rows.append(dict(json.loads(line)))
         except (ValueError, TypeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(
-                f"{path} is not whole: line {number} or the next is no object of JSON ({error})"
-            ) from error
+            raise ValueError(f"{path} is damaged: line {number} or the next is no object of JSON ({error})") from error
         return rows
 
 
-def _correlation(function: Callable[[NDArray, NDArray], Any], labels: NDArray, found: NDArray) -> float:
+def _correlation(function: Callable[[NDArray, NDArray], Any], labels: NDArray, predicted: NDArray) -> float:
     """Return the correlation, or 0 if one side is constant."""
-    return 0.0 if np.ptp(found) == 0 or np.ptp(labels) == 0 else function(labels, found).statistic
+    return 0.0 if np.ptp(predicted) == 0 or np.ptp(labels) == 0 else function(labels, predicted).statistic

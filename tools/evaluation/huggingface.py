@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model, through the harness's own `hf` model."""
+"""Evaluate Hugging Face causal language models through the harness's `hf` model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lm_eval.models.huggingface import HFLM
 from megatron_lite.checkpoint.checksums import file_sha256
 from megatron_lite.engine.precision import DTYPES
 from tools.evaluation.request_pairs import Pair, RequestCounts, refuse_longer, split_pair
-from tools.evaluation.tasks import first_line
+from tools.evaluation.row_checks import first_line
 
 
 class HuggingFaceLM(HFLM):
-    """The harness's model, which also counts what was too long.
+    """Extend the harness's model by counts of long requests and by clear errors.
 
     Args:
-        name: folder or hub name. max_length: None for what the model's configuration says.
+        name: folder or hub name. max_length: None for that of the model's configuration.
 
     Raises:
-        ValueError: a tokenizer with more entries than the model has embeddings, or code that must be trusted first.
+        ValueError: a tokenizer with more entries than the model has embeddings, or code that is not trusted.
         OSError: no such model.
     """
 
@@ -55,8 +55,9 @@ class HuggingFaceLM(HFLM):
         except ValueError as error:
             if trust_remote_code or "trust_remote_code" not in str(error):
                 raise
-            words = "it brings Python code of its own: look through it, and let it run with --trust-remote-code"
-            raise ValueError(f"{name}: {words}") from error
+            raise ValueError(
+                f"{name}: it contains Python code: read the code, then allow it with --trust-remote-code"
+            ) from error
         except (KeyError, TypeError, AttributeError, ImportError) as error:
             raise ValueError(
                 f"{name}: transformers cannot load it ({first_line(error)}): compare its config.json and files with the "
@@ -65,15 +66,15 @@ class HuggingFaceLM(HFLM):
         rows, entries = self.model.get_input_embeddings().weight.shape[0], len(self.tokenizer)
         if entries > rows:
             raise ValueError(
-                f"{name}: its tokenizer has {entries:,} entries and the model {rows:,} rows: it is not the tokenizer that "
-                "the model was trained with"
+                f"{name}: its tokenizer has {entries:,} entries and the model {rows:,} rows: it is not the model's "
+                "tokenizer; put the right one into the folder"
             )
         self.name, self.progress = name, progress
         self.counts = RequestCounts()
         self._pairs: dict[tuple[str, str], Pair] = {}
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode a pair as the harness. A continuation without ids of its own is encoded apart (`split_pair`)."""
+        """Encode a pair as the harness does, or as `split_pair` where the harness has no ids for the continuation."""
         if self.backend != "causal":
             pair = Pair(*super()._encode_pair(context, continuation))
             self._pairs[context, continuation] = pair
@@ -86,7 +87,7 @@ class HuggingFaceLM(HFLM):
         return list(pair.context), list(pair.target)
 
     def count(self, requests: Iterable[Instance]) -> None:
-        """Count the requests of an evaluation, those too that a cache answered."""
+        """Count the requests of an evaluation, also those that a cache answered."""
         for request in requests:
             if request.request_type != "loglikelihood":
                 self.counts.requests[request.task_name or ""] += 1
@@ -99,7 +100,7 @@ class HuggingFaceLM(HFLM):
                     self._encode_pair(context, continuation)
                 pair = self._pairs[context, continuation]
             self.counts.add(request.task_name or "", pair, self.max_length + 1)
-            self.counts.asked_tokens += len(pair.context) + len(pair.target) - 1
+            self.counts.tokens += len(pair.context) + len(pair.target) - 1
         self._pairs.clear()
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Refuse a Hugging Face model that would be scored wrongly or end in a traceback, before data and weights are read."""
+"""Refuse a Hugging Face model that cannot be scored, before data and weights are read."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def check_model(name: str, config: Path) -> None:
     folder = Path(name)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
         raise FileNotFoundError(
-            f"{name} holds no tokenizer (looked for {', '.join(_TOKENIZERS)}): copy the one that the model was trained with "
-            "into it; for an export, python -m tools.convert_hf export RUN FOLDER --tokenizer FILE"
+            f"{name} holds no tokenizer (looked for {', '.join(_TOKENIZERS)}): copy the model's tokenizer into it; "
+            " for an export, python -m tools.convert_hf export RUN FOLDER --tokenizer FILE"
         )
 
 
@@ -54,7 +54,7 @@ def refuse_masked(name: str, config: Mapping[str, Any]) -> None:
     causal = config.get("is_decoder") or config.get("causal")
     if (encoder and not causal) or any(str(word).endswith("ForMaskedLM") for word in classes):
         raise ValueError(
-            f"{name} ({', '.join(map(str, classes)) or kind}) is a masked model: it sees both sides of a token, so a score of "
-            "it as a causal model means nothing. Masked models of this project are scored from their run, by "
-            "pseudo-log-likelihood (python -m tools.convert_hf import FOLDER RUN makes one of an export)"
+            f"{name} ({', '.join(map(str, classes)) or kind}) is a masked model: it reads both sides of a token and has no "
+            "log-likelihood. Masked models of this project are scored from their run, by pseudo-log-likelihood (python -m "
+            "tools.convert_hf import FOLDER RUN imports an export)"
         )

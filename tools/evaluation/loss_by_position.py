@@ -1,4 +1,4 @@
-"""Loss by position: does it go on falling beyond the length that the model was trained at?"""
+"""Measure the loss by position, within and beyond the trained length."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from tools.evaluation.perplexity import TokenText, text_batches
 from tools.evaluation.request import TextRequest
 from tools.loading.model import LoadedModel
 
-# Logits formed at a time, in elements.
+# Elements of logits computed at a time.
 _LOGITS = 1 << 24
 
 
 @dataclass(frozen=True)
 class LossByPosition:
-    """Mean loss of the tokens at each place of a piece.
+    """Hold the mean loss of the tokens at each position of a piece.
 
     Attributes:
-        nll: [length] nats a token, nan where no piece is so long; tokens: [length] how many were measured.
-        bytes_per_token: of the text, to turn nats into bits per byte.
+        nll: [length] nats per token; nan without a token.
+        tokens: [length] number of measured tokens.
+        bytes_per_token: of the text, to convert nats to bits per byte.
         trained_length: of the model.
-        changes: of every piece that is long enough, mean nats beyond the trained length less those of its second half.
+        changes: per piece that is long enough, mean nats beyond the trained length minus those of its second half.
     """
 
     name: str
@@ -51,20 +52,20 @@ class LossByPosition:
         return float(bits.mean()), float(bits.std(ddof=1) / math.sqrt(len(bits)))
 
     def bins(self, count: int = 48) -> list[dict[str, float]]:
-        """Return means over ranges of positions that grow by a constant factor. The trained length is one of the borders."""
+        """Return means over ranges of positions that grow by a constant factor. One range ends at the trained length."""
         length = len(self.nll)
         edges = {1, self.trained_length + 1, length + 1}
         edges |= {round(length ** (i / count)) for i in range(count + 1)}
         borders = sorted(e for e in edges if 1 <= e <= length + 1)
-        found = []
+        bins = []
         for low, high in itertools.pairwise(borders):
             weight = self.tokens[low - 1 : high - 1]
             if not weight.sum():
                 continue
             nll = self._loss(low, high - 1)
             bits = nll / math.log(2) / self.bytes_per_token
-            found.append({"from": low, "to": high - 1, "tokens": int(weight.sum()), "loss": nll, "bits_per_byte": bits})
-        return found
+            bins.append({"from": low, "to": high - 1, "tokens": int(weight.sum()), "loss": nll, "bits_per_byte": bits})
+        return bins
 
     def mean(self, low: int, high: int) -> float:
         """Return the bits per byte of positions low to high, counted from 1."""
@@ -112,14 +113,14 @@ def token_nll(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) 
     x = tokens
     for layer in (model.embedding, *model.blocks):
         x = layer(x)
-    rows, wanted = x.flatten(0, 1), labels.flatten().clamp_min(0)
+    rows, targets = x.flatten(0, 1), labels.flatten().clamp_min(0)
     step = max(1, _LOGITS // model.config.vocab_size)
-    found = []
+    nll = []
     for start in range(0, len(rows), step):
         logits = to_accumulation_dtype(model.head(rows[start : start + step]))
-        chosen = logits.gather(-1, wanted[start : start + step, None])[:, 0]
-        found.append((torch.logsumexp(logits, -1) - chosen).double())
-    return torch.cat(found).view(labels.shape)
+        chosen = logits.gather(-1, targets[start : start + step, None])[:, 0]
+        nll.append((torch.logsumexp(logits, -1) - chosen).double())
+    return torch.cat(nll).view(labels.shape)
 
 
 def plot_positions(results: list[LossByPosition], out: Path) -> None:
@@ -161,13 +162,13 @@ def run_positions(
     plot_positions(results, picture)
     entries: dict[str, dict[str, Any]] = {}
     for result in results:
-        places = f"at positions {trained // 2 + 1:,} to {trained:,}"
+        positions = f"at positions {trained // 2 + 1:,} to {trained:,}"
         entry = entries[result.name] = {"bins": result.bins()}
         if not result.tokens[trained // 2 : trained].sum():
-            print(f"{result.name}: no token {places}: too short a text, or --sequence-length {length:,}")
+            print(f"{result.name}: no token {positions}: too short a text, or --sequence-length {length:,}")
             continue
         within = result.mean(trained // 2 + 1, trained)
-        words = f"{result.name}: {within:.4f} bits per byte {places}"
+        words = f"{result.name}: {within:.4f} bits per byte {positions}"
         entry["within"] = within
         if length > trained and result.tokens[trained:].sum():
             beyond = result.mean(trained + 1, length)
@@ -175,8 +176,8 @@ def run_positions(
             entry["beyond"] = beyond
             if result.change is not None and math.isfinite(result.change[0]):
                 change, error = result.change
-                verdict = "falls on" if change < -2 * error else "rises" if change > 2 * error else "stays level"
-                words += f": it {verdict} ({change:+.4f} ± {error:.4f} a piece)"
+                verdict = "falls further" if change < -2 * error else "rises" if change > 2 * error else "stays level"
+                words += f": it {verdict} ({change:+.4f} ± {error:.4f} per piece)"
                 entry.update(change=change, change_stderr=error)
         print(words)
     print(picture)

@@ -1,9 +1,9 @@
-"""MultiRC as its authors score it, from the samples that the harness logged.
+"""Compute MultiRC's official metrics from the harness's logged samples.
 
-A row is one answer to a question about a paragraph. The harness offers the choices "yes" and "no" in this order and
-takes the label (1: the answer is correct) as the index of the right one, so that its accuracy counts a model that is
-always right as always wrong. Here an answer is judged correct when "yes" is likelier than "no". Metrics: Khashabi et al.
-2018; exact match over the answers of a question is what SuperGLUE (Wang et al. 2019, EM) and MetaLA report.
+A row is one answer to a question about a paragraph. The harness offers the choices "yes" and "no" in this order, and
+takes the label (1: the answer is correct) as the index of the right choice. Its accuracy is therefore inverted. Here an
+answer is judged correct when "yes" is likelier than "no". Metrics: Khashabi et al. 2018. SuperGLUE (Wang et al. 2019, EM)
+and MetaLA report the exact match over the answers of a question.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Samples = Sequence[Mapping[str, Any]]
 def multirc_metrics(samples: Samples) -> dict[str, float]:
     """Return exact_match, answer_acc and f1a with their standard errors, from logged samples.
 
-    exact_match: share of questions all of whose answers are judged right. answer_acc: share of answers judged right. f1a:
-    F1 of "correct" over all answers (0 when nothing is rightly called correct); its standard error is not defined here.
+    exact_match: share of questions with all answers judged correctly. answer_acc: share of answers judged correctly. f1a:
+    F1 of "correct" over all answers, without a standard error.
     """
     judged = judgements(samples)
     questions = list(exact_matches(samples).values())
-    right = [said == label for said, label in judged]
-    hits = sum(said and label for said, label in judged)
-    named = sum(said for said, _ in judged) + sum(label for _, label in judged)
+    right = [predicted == label for predicted, label in judged]
+    hits = sum(predicted and label for predicted, label in judged)
+    positive = sum(predicted + label for predicted, label in judged)
     return {
         "exact_match": _mean(questions),
         "exact_match_stderr": _stderr(questions),
         "answer_acc": _mean(right),
         "answer_acc_stderr": _stderr(right),
-        "f1a": 2 * hits / named if named else 0.0,
+        "f1a": 2 * hits / positive if positive else 0.0,
     }
 
 
@@ -46,7 +46,7 @@ def judgements(samples: Samples) -> list[tuple[bool, bool]]:
 
 
 def exact_matches(samples: Samples) -> dict[str, bool]:
-    """Return "paragraph/question" -> whether all answers of the question are judged right."""
+    """Return "paragraph/question" -> whether all answers of the question are judged correctly."""
     matches: dict[str, bool] = {}
     for sample, (predicted, label) in zip(samples, judgements(samples), strict=True):
         index = sample["doc"]["idx"]

@@ -1,8 +1,8 @@
-"""A needle in a haystack: a fact at some depth of a long filler text, and the question for it at the end.
+"""Measure needle in a haystack: a fact at some depth of a long filler text, and a question about it at the end.
 
-After Kamradt 2023 (github.com/gkamradt/LLMTest_NeedleInAHaystack). The answer counts where greedy decoding writes it:
-each of its tokens is the likeliest after those before, which one pass over the answer shows. All texts of a table begin
-with the same filler, so that a model that keeps its state reads what is before the needles once.
+After Kamradt 2023 (github.com/gkamradt/LLMTest_NeedleInAHaystack). An answer is right if greedy decoding writes it: each of
+its tokens is the likeliest one. All texts of a table begin with the same filler, so that the text before the needles is
+read once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CITIES = (
 
 @dataclass(frozen=True)
 class Question:
-    """One text of a table: what is read, what is to be written, and where the needle lies."""
+    """Hold one text of a table: context, right answer, and place of the needle."""
 
     length: int
     depth: float
@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Filler:
-    """A text in pieces that end where a sentence or a line does, with the tokens of each."""
+    """Hold a text in pieces that end with a sentence or a line, and the tokens of each piece."""
 
     pieces: list[str]
     tokens: list[int]
@@ -57,7 +57,7 @@ class Filler:
         return sum(self.tokens)
 
     def first(self, tokens: int) -> int:
-        """Return how many pieces hold at most so many tokens."""
+        """Return the number of first pieces that have at most this many tokens."""
         return sum(1 for so_far in itertools.accumulate(self.tokens) if so_far <= tokens)
 
 
@@ -69,7 +69,7 @@ def check_needle(request: NeedleRequest, *, huggingface: bool) -> None:
     if min(request.lengths) < 1:
         raise ValueError("--lengths 0: tokens of a text, 1 or more, are allowed")
     if request.filler is None and huggingface:
-        raise ValueError("the filler of a Hugging Face model is a text that you name: --filler FILE")
+        raise ValueError("a Hugging Face model has no validation text: name the filler with --filler FILE")
 
 
 def run_needle(
@@ -79,7 +79,7 @@ def run_needle(
 
     located: None for a Hugging Face model. Returns the results, or None on a process other than the main one.
 
-    Raises ValueError for a masked model, or for lengths that neither the model nor the filler has; as `open_model`.
+    Raises ValueError for a masked model, and for lengths that the model or the filler does not have; as `open_model`.
     """
     from tools.evaluation.harness import is_main_process
 
@@ -89,7 +89,7 @@ def run_needle(
     except UnicodeDecodeError as error:
         raise ValueError(f"--filler {needle.filler}: no UTF-8 at byte {error.start}") from error
     if located is not None and located.model.bidirectional_mixers():
-        raise ValueError(f"{located.checkpoint} is a masked model: it sees both directions and writes no answer")
+        raise ValueError(f"{located.checkpoint} is a masked model: it reads both directions and generates no text")
     opened = open_model(request, located, "needle", max_length=max(lengths))
     settings = {
         "dtype": number_format(opened.lm.model),
@@ -120,7 +120,7 @@ def run_needle(
         **settings,
         "cells": cells(every, answers),
     }
-    earlier = earlier_results(opened.out, "needle")  # another evaluation may have written meanwhile
+    earlier = earlier_results(opened.out, "needle")  # another evaluation may have written since
     if not difference(_settings(earlier), cell_settings):
         results = with_cells(earlier, results)
     text = table(results)
@@ -137,7 +137,7 @@ def questions(
 
     The facts depend on the seed alone. A needle stands between two pieces of the filler, nearest to its depth.
 
-    Raises ValueError where the filler is too short, or where the length leaves no room for a piece of it.
+    Raises ValueError if the filler is too short, or if the length leaves no room for a piece of it.
     """
     drawn = random.Random(seed)
     cities = drawn.sample(_CITIES, len(_CITIES))
@@ -153,7 +153,7 @@ def questions(
         raise ValueError(
             f"--lengths {length}: the fact, its question and a piece of the filler take {least:,} tokens; name {least} or more"
         )
-    found = []
+    texts = []
     for number, (secret, sentence, question, taken) in enumerate(facts):
         room = length - taken
         if filler.total < room:
@@ -164,15 +164,15 @@ def questions(
         pieces = filler.pieces[: filler.first(room)]
         places = [0, *itertools.accumulate(filler.tokens[: len(pieces)])]
         for depth in depths:
-            wanted = places[-1] * depth / 100
-            place = min(range(len(places)), key=lambda i: abs(places[i] - wanted))
+            target = places[-1] * depth / 100
+            place = min(range(len(places)), key=lambda i: abs(places[i] - target))
             text = "".join([*pieces[:place], sentence, *pieces[place:]]).rstrip()
-            found.append(Question(length, depth, number, text + question, f" {secret}"))
-    return found
+            texts.append(Question(length, depth, number, text + question, f" {secret}"))
+    return texts
 
 
 def split_filler(text: str, encode: Any, tokens: int) -> Filler:
-    """Return the beginning of a text, of at least so many tokens if it has them, cut after sentences and lines."""
+    """Return the beginning of a text, of at least this many tokens if it has them, in pieces of sentences and lines."""
     pieces: list[str] = []
     counts: list[int] = []
     total = 0
@@ -190,16 +190,16 @@ def cells(texts: Sequence[Question], answers: Sequence[tuple[float, bool]]) -> l
     """Return accuracy and mean log-likelihood of the answers, in nats, of every length and depth."""
     rows = []
     for length, depth in dict.fromkeys((question.length, question.depth) for question in texts):
-        here = [a for q, a in zip(texts, answers, strict=True) if (q.length, q.depth) == (length, depth)]
-        correct = [bool(greedy) for _, greedy in here]
-        mean = statistics.mean(value for value, _ in here)
+        scores = [a for q, a in zip(texts, answers, strict=True) if (q.length, q.depth) == (length, depth)]
+        correct = [bool(greedy) for _, greedy in scores]
+        mean = statistics.mean(value for value, _ in scores)
         rows.append({"length": length, "depth": depth, "accuracy": statistics.mean(correct), "log_likelihood": mean})
         rows[-1]["right"] = correct
     return rows
 
 
 def _settings(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a cell depends on beside length and depth; empty for no results."""
+    """Return the settings of a cell besides length and depth; empty for no results."""
     if not results:
         return {}
     settings = {
@@ -235,7 +235,7 @@ def table(results: dict[str, Any]) -> str:
     right, likely = 100 * _by_place(results, "accuracy"), _by_place(results, "log_likelihood")
     parts = []
     for values, digits, words in (
-        (right, 0, f"answers right, percent; {results['needles']} needles a cell, by tokens of text"),
+        (right, 0, f"answers right, percent; {results['needles']} needles per cell, by tokens of text"),
         (likely, 1, "mean log-likelihood of the number, nats"),
     ):
         rows = [
@@ -276,13 +276,13 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
 
 
 def _by_place(results: dict[str, Any], value: str) -> Any:
-    """Return a value of the cells as [depths, lengths], NaN where there is no cell."""
+    """Return a value of the cells as [depths, lengths], NaN for a missing cell."""
     import numpy as np
 
     cells = {(cell["length"], cell["depth"]): cell[value] for cell in results["cells"]}
     return np.array(
         [[cells.get((length, depth), np.nan) for length in results["lengths"]] for depth in results["depths"]],
-        np.float64,  # of a null, NaN
+        np.float64,  # null becomes NaN
     )
 
 
@@ -299,13 +299,13 @@ def _answers(opened: OpenedModel, every: Sequence[Question]) -> list[tuple[float
 
 
 def _supported_lengths(opened: OpenedModel, lengths: Sequence[int]) -> list[int]:
-    """Return the lengths that the model's positions reach, and print those that are left out."""
+    """Return the lengths that the model's positions allow, and report the others."""
     limit = opened.loaded.model.config.max_positions if opened.loaded is not None else opened.lm.max_length
     supported = [length for length in lengths if limit is None or length <= limit]
     if not supported:
         raise ValueError(f"{opened.name} reads {limit:,} tokens at most; --lengths begins at {lengths[0]:,}")
     if len(supported) < len(lengths):
-        print(f"{opened.name} reads {limit:,} tokens at most: longer texts are left out")
+        print(f"{opened.name} reads {limit:,} tokens at most: skipping longer texts")
     return supported
 
 
@@ -330,7 +330,7 @@ def _validation_text(loaded: LoadedModel, tokens: int) -> str:
 
 def _write(out: Path, results: dict[str, Any], text: str) -> None:
     from data.atomic_io import write_text
-    from tools.evaluation.harness import write_json
+    from tools.evaluation.results_file import write_json
 
     write_json(out, results)
     write_text(out.with_suffix(".md"), text)

@@ -51,7 +51,7 @@ def is_huggingface(name: str) -> bool:
 def locate_model(request: EvaluationRequest) -> LocatedCheckpoint | None:
     """Return the located checkpoint, or None for a Hugging Face model. Neither needs its weights.
 
-    Tasks come from the hub, which takes minutes, or many seconds of retries if it is out of reach. This check comes first.
+    This check precedes the data of the hub, which take minutes.
 
     Raises as `tools.loading.model.locate_checkpoint` and `check_model`; OSError for a name that the hub does not know, or if
     the hub cannot be reached.
@@ -72,10 +72,10 @@ def locate_model(request: EvaluationRequest) -> LocatedCheckpoint | None:
         from transformers.utils import cached_file
 
         try:
-            config = Path(cached_file(name, "config.json"))  # cached, and read again with the model
+            config = Path(cached_file(name, "config.json"))  # cached for the model
         except OSError as error:
             raise OSError(
-                f"{name} is no folder here, and as a model of the hub: {' '.join(str(error).split())}"
+                f"{name} is no local folder, and the hub does not provide it: {' '.join(str(error).split())}"
             ) from error
     check_model(name, config)
     return None
@@ -139,10 +139,10 @@ def _open_huggingface(request: EvaluationRequest, out: Path, length: int | None)
         progress=request.progress,
     )
     digest = folder_hash(request.checkpoint)
-    # Folders of different models often have one name ("exported"), and so the same place for their results.
-    place = str(Path(request.checkpoint).resolve()) if digest else request.checkpoint
+    # Folders of different models may have one name ("exported"), and so the same results folder.
+    identity = str(Path(request.checkpoint).resolve()) if digest else request.checkpoint
     commit = getattr(lm.model.config, "_commit_hash", None)
-    model = json.dumps([place, digest, commit, str(lm.model.dtype), lm.max_length])
+    model = json.dumps([identity, digest, commit, str(lm.model.dtype), lm.max_length])
     cache = out.parent / "answers" / f"requests-{hashlib.blake2b(model.encode(), digest_size=8).hexdigest()}"
 
     def finish() -> None:
@@ -171,7 +171,7 @@ def _open_checkpoint(
     key = f"{digest}/torch.{number_format(loaded.model)}/{length}/{loaded.tokenizer.hash}"
     cache = RequestCache(out.parent / "answers", key, processes)
     if len(cache) and processes.is_main:
-        print(f"going on with {len(cache):,} answers of an interrupted evaluation", file=sys.stderr)
+        print(f"resuming with {len(cache):,} answers of an interrupted evaluation", file=sys.stderr)
     lm = ProjectLM(
         loaded.model,
         loaded.tokenizer,

@@ -1,9 +1,9 @@
-"""Perplexity and bits per byte of a model on a text: token files, raw files, or the validation set of its run.
+"""Measure perplexity and bits per byte on a text: token files, raw files, or the validation set of a run.
 
-The text is one stream, cut into pieces of `sequence_length` tokens; every token is predicted once, the first of a piece
-from nothing but the token before it. Ends of documents are predicted too, and their cost is shared by the bytes of the
-text: bits per byte = total nll / ln 2 / bytes compares with a compressor, and between tokenizers. A model that was trained
-with `data.reset_at_documents` begins anew at each document here too.
+The text is one stream, cut into pieces of `sequence_length` tokens. Every token is predicted once; the first token of a
+piece from one token only. Ends of documents are predicted too. bits per byte = total nll / ln 2 / bytes compares models with
+different tokenizers, and compressors. With `data.reset_at_documents` each document starts with an empty state, as in
+training.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def validation_text(loaded: LoadedModel) -> TokenText:
     """Return the validation set of the run.
 
     Raises:
-        ValueError: the run has none, or its corpus is prepared anew with another tokenizer.
-        FileNotFoundError: its files are gone.
+        ValueError: the run has none, or its corpus has another tokenizer.
+        FileNotFoundError: its files are missing.
     """
     data = data_config(loaded.config)
     prefix: Path | None
@@ -64,7 +64,7 @@ def validation_text(loaded: LoadedModel) -> TokenText:
 
 
 def token_file_text(prefix: Path, tokenizer: Tokenizer, name: str | None = None) -> TokenText:
-    """Return token files as a text. Bytes that no manifest states are counted by decoding every document.
+    """Return token files as a text. Without a manifest, bytes are counted by decoding every document.
 
     Raises ValueError for files of another tokenizer, FileNotFoundError and ValueError as `IndexedTokens`.
     """
@@ -102,8 +102,8 @@ def perplexity(
     """Measure a model on a text.
 
     Args:
-        sequence_length: tokens of a piece; None for the length that the model was trained at.
-        batch_size: pieces per batch; it changes the speed only.
+        sequence_length: tokens per piece; None for the trained length.
+        batch_size: pieces per batch; changes only the speed.
 
     Returns:
         loss (nats per token), perplexity, bits_per_byte; tokens, bytes and documents of the text; sequence_length;
@@ -158,6 +158,6 @@ def _decoded_bytes(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer, pre
     if ids.size and int(ids.max()) >= tokenizer.vocab_size:
         raise ValueError(
             f"{prefix} holds token {int(ids.max())} and the checkpoint's tokenizer has {tokenizer.vocab_size} entries: "
-            f"the file was written with another one"
+            f"prepare it with the checkpoint's tokenizer"
         )
     return len(tokenizer.decode(ids[ids != tokenizer.end_of_document_id].tolist()).encode())

@@ -1,13 +1,13 @@
-"""Token sequences as a tree of shared prefixes, so that what several requests have in common is computed once.
+"""Arrange token sequences as a tree of shared prefixes, so that a common prefix of several requests is computed once.
 
-A question with four endings is read once and continued four times; a paragraph with fifty questions is read once. The
-recurrent state of a linear model makes this free: a branch starts from a copy of its parent's state.
+A question with four endings is read once and continued four times; a paragraph with fifty questions is read once. A branch
+starts from a copy of its parent's recurrent state.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 
 
-class Question(NamedTuple):
-    """For `request`: after token `first` of a node, how likely is targets[0], after the next one targets[1], ..."""
+class Span(NamedTuple):
+    """Hold the targets of `request` in one node: targets[0] follows the node's token `first`, targets[1] the next one."""
 
     request: int
     first: int
@@ -27,40 +27,36 @@ class Question(NamedTuple):
 
 @dataclass(slots=True)
 class Node:
-    """A run of tokens after its parent's, and what is asked of its positions.
+    """Hold the tokens after the parent's, and the spans whose targets they predict.
 
     Attributes:
         tokens: [length] ids, at least one.
-        children: nodes that go on after the last token.
-        questions: any number; a token may be asked about more than once.
-        row: place in the batch that computed the node; children find the parent's state there.
+        children: nodes that continue after the last token.
+        spans: any number; several may have targets after one token.
+        row: row of the node in its batch, which holds the state for the children.
     """
 
     tokens: Ids
     children: list[Node] = field(default_factory=list)
-    questions: list[Question] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     row: int = 0
 
     @property
     def size(self) -> int:
         """Return the tokens of this node and of all nodes below."""
-        total, stack = 0, [self]
-        while stack:
-            node = stack.pop()
-            total += len(node.tokens)
-            stack.extend(node.children)
-        return total
+        return sum(len(node.tokens) for node in self._subtree())
 
     @property
-    def asked_by(self) -> set[int]:
-        """Return the requests that this node or a node below answers."""
-        found: set[int] = set()
+    def requests(self) -> set[int]:
+        """Return the requests with targets in this node or a node below."""
+        return {span.request for node in self._subtree() for span in node.spans}
+
+    def _subtree(self) -> Iterator[Node]:
         stack = [self]
         while stack:
             node = stack.pop()
-            found.update(question.request for question in node.questions)
+            yield node
             stack.extend(node.children)
-        return found
 
 
 def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int = 16) -> list[Node]:
@@ -68,9 +64,9 @@ def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int
 
     Args:
         inputs: the tokens that the model reads for each request, at least one each.
-        targets: the tokens that its last positions are to predict: targets[r][-1] after inputs[r][-1], and so on
-            backwards; at most as many as there are inputs.
-        shortest: prefixes of fewer tokens are not shared: copying a state costs as much as reading a few tokens.
+        targets: the tokens that the last positions predict: targets[r][-1] follows inputs[r][-1], and so on backwards.
+            There are at most as many as inputs.
+        shortest: shorter prefixes are not shared, because copying a state costs as much as reading a few tokens.
     """
     # Big-endian bytes sort as the ids do, so that neighbours share the longest prefixes.
     keys = [np.asarray(ids).astype(">u4").tobytes() for ids in inputs]
@@ -79,10 +75,10 @@ def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int
         by_key.setdefault(key, []).append(request)
     ordered = sorted(by_key)
     sequences = [np.asarray(inputs[by_key[key][0]], np.int64) for key in ordered]
-    shared = np.array([0, *(_common(a, b) for a, b in itertools.pairwise(sequences))], np.int64)
+    shared = np.array([0, *(_shared_length(a, b) for a, b in itertools.pairwise(sequences))], np.int64)
 
     roots: list[Node] = []
-    # (first, end, depth, path): sequences first to end, of which `depth` tokens are already in the nodes of the path.
+    # (first, end, depth, path): sequences first to end, whose first `depth` tokens are in the nodes of the path.
     stack: list[tuple[int, int, int, tuple[tuple[int, Node], ...]]] = [(0, len(ordered), 0, ())]
     while stack:
         first, end, depth, path = stack.pop()
@@ -96,7 +92,7 @@ def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int
                 siblings.append(leaf)
                 path = (*path, (depth, leaf))
             for request in by_key[ordered[first]]:
-                _ask(path, sequence, np.asarray(targets[request], np.int64), request)
+                _add_spans(path, sequence, np.asarray(targets[request], np.int64), request)
             continue
         common = int(shared[first + 1 : end].min())
         if common - depth >= shortest:
@@ -108,16 +104,16 @@ def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int
     return roots
 
 
-def _common(a: Ids, b: Ids) -> int:
+def _shared_length(a: Ids, b: Ids) -> int:
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     return int(different.argmax()) if different.any() else length
 
 
-def _ask(path: tuple[tuple[int, Node], ...], sequence: Ids, targets: Ids, request: int) -> None:
+def _add_spans(path: tuple[tuple[int, Node], ...], sequence: Ids, targets: Ids, request: int) -> None:
     first = len(sequence) - len(targets)
     for start, node in path:
         end = start + len(node.tokens)
         low = max(first, start)
         if low < end:
-            node.questions.append(Question(request, low - start, targets[low - first : end - first]))
+            node.spans.append(Span(request, low - start, targets[low - first : end - first]))

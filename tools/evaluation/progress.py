@@ -1,4 +1,4 @@
-"""What a model has answered so far, and when: for measuring an evaluation while it runs."""
+"""Record the requests that a model has answered, and when, to measure an evaluation while it runs."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ from typing import Any, TextIO
 
 from tools.evaluation.adapter import ProjectLM
 
-# (context, continuation), as the harness asks.
-Asked = tuple[str, str]
-# Seconds between two lines.
-_INTERVAL = 5.0
+Request = tuple[str, str]  # context and continuation
+SECONDS_BETWEEN_LINES = 5.0
 
 
 class TimeUpError(Exception):
-    """The evaluation was stopped because its time was over; what was answered is in the `Watch`."""
+    """The evaluation reached its time limit. The `ProgressMonitor` has the answers."""
 
 
 @dataclass
-class Watch:
-    """Follows one evaluation, prints a line every few seconds, and ends it by `TimeUpError` when its time is over.
+class ProgressMonitor:
+    """Record one evaluation, print a line every few seconds, and raise TimeUpError after the time limit.
 
     Attributes:
         name: of the model.
-        out: where lines go.
-        limit: seconds, from `start` on; None for no limit.
-        began: seconds from `start` until the harness asked, ready: until its requests were tokenised, ended: until the
-            last answer so far.
-        tokens: of every request, the last one of each excepted, as the model would read them one by one.
-        answers: log-likelihoods so far.
-        answered, answered_tokens: requests so far, and their tokens.
+        out: receives the lines.
+        limit: seconds from `start`; None for no limit.
+        received: seconds from `start` until the harness sent its requests.
+        tokenised: seconds until all requests were tokenised.
+        ended: seconds until the last answer.
+        tokens: of every request without its last one, as a model reads them one by one.
+        answers: log-likelihoods.
+        answered, answered_tokens: number of answered requests, and their tokens.
     """
 
     name: str
     out: TextIO
     limit: float | None = None
     clock: Callable[[], float] = time.perf_counter
-    began: float = 0.0
-    ready: float = 0.0
+    received: float = 0.0
+    tokenised: float = 0.0
     ended: float = 0.0
     tokens: list[int] = field(default_factory=list)
-    answers: dict[Asked, float] = field(default_factory=dict)
+    answers: dict[Request, float] = field(default_factory=dict)
     answered: int = 0
     answered_tokens: int = 0
 
@@ -57,99 +56,101 @@ class Watch:
 
     @property
     def share(self) -> float:
-        """Return the share of the tokens whose requests are answered."""
+        """Return the answered requests' share of the tokens."""
         return self.answered_tokens / max(1, sum(self.tokens))
 
     @property
-    def tokens_a_second(self) -> float:
-        """Return the tokens of answered requests per second, from the first known token to the last answer."""
-        return self.answered_tokens / max(1e-9, self.ended - self.ready)
+    def tokens_per_second(self) -> float:
+        """Return the tokens of answered requests per second, from the end of tokenisation to the last answer."""
+        return self.answered_tokens / max(1e-9, self.ended - self.tokenised)
 
-    def ask(self, what: str) -> None:
-        """The harness asks; `what` is done before the first request is known by its tokens."""
-        self.began = self.seconds
-        self._line(what)
+    def record_requests(self, count: int) -> None:
+        """Record that the harness sent its requests."""
+        self.received = self.seconds
+        self._print(f"{count:,} requests")
 
-    def expect(self, tokens: Iterable[int]) -> None:
+    def record_tokens(self, tokens: Iterable[int]) -> None:
         """Record the tokens of every request."""
-        self.ready = self.ended = self.seconds
+        self.tokenised = self.ended = self.seconds
         self.tokens = list(tokens)
-        self._line(f"tokenised in {self.ready - self.began:.1f} s: {sum(self.tokens) / 1e6:.2f} M tokens")
+        self._print(f"tokenised in {self.tokenised - self.received:.1f} s: {sum(self.tokens) / 1e6:.2f} M tokens")
 
-    def answer(self, found: Iterable[tuple[Asked, int, float]]) -> None:
-        """(request, its tokens, log-likelihood) of what was answered. Raises TimeUpError."""
-        for asked, tokens, value in found:
-            self.answers[asked] = value
+    def record_answers(self, answers: Iterable[tuple[Request, int, float]]) -> None:
+        """Record (request, its tokens, log-likelihood) of answered requests. Raises TimeUpError."""
+        for request, tokens, value in answers:
+            self.answers[request] = value
             self.answered += 1
             self.answered_tokens += tokens
         self.ended = self.seconds
-        if self.clock() - self._printed > _INTERVAL:
-            self._line(
+        if self.clock() - self._printed > SECONDS_BETWEEN_LINES:
+            self._print(
                 f"{self.answered:,} of {len(self.tokens):,} requests, {self.share:.0%} of the tokens, "
-                f"{self.tokens_a_second:,.0f} a second"
+                f"{self.tokens_per_second:,.0f} per second"
             )
         if self.answered < len(self.tokens):
-            self.check()
+            self.check_limit()
 
-    def check(self) -> None:
-        """Raise TimeUpError when the time is over."""
+    def check_limit(self) -> None:
+        """Raise TimeUpError after the time limit."""
         if self.limit is not None and self.seconds > self.limit:
             raise TimeUpError(f"{self.name}: stopped after {self.seconds:.0f} s")
 
-    def _line(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._printed = self.clock()
         print(f"{self.name}, {self.seconds:.1f} s: {text}", file=self.out, flush=True)
 
 
-def follow(lm: Any, watch: Watch) -> None:
-    """Has a model, this project's or the harness's `hf`, report to `watch` from now on."""
+def attach_monitor(lm: Any, monitor: ProgressMonitor) -> None:
+    """Make a model, this project's or the harness's `hf`, report to a monitor."""
     original = lm.loglikelihood
-    follow_one = _follow_own if isinstance(lm, ProjectLM) else _follow_huggingface
-    asked: list[Asked] = []
+    arguments: list[Request] = []
 
     def loglikelihood(requests: Any, *args: Any, **kwargs: Any) -> Any:
-        asked[:] = [request.args for request in requests]
-        watch.ask(f"{len(asked):,} requests")
+        arguments[:] = [request.args for request in requests]
+        monitor.record_requests(len(arguments))
         return original(requests, *args, **kwargs)
 
     lm.loglikelihood = loglikelihood
-    follow_one(lm, watch, asked)
+    if isinstance(lm, ProjectLM):
+        _attach_project(lm, monitor, arguments)
+    else:
+        _attach_huggingface(lm, monitor)
 
 
-def _follow_own(lm: ProjectLM, watch: Watch, asked: Sequence[Asked]) -> None:
+def _attach_project(lm: ProjectLM, monitor: ProgressMonitor, arguments: Sequence[Request]) -> None:
     scorer: Any = lm.scorer
-    units, score = scorer.units, scorer.score_units
+    units, score_units = scorer.units, scorer.score_units
 
-    def watched_units(contexts: Any, targets: Any) -> Any:
-        watch.expect(len(context) + len(target) - 1 for context, target in zip(contexts, targets, strict=True))
+    def monitored_units(contexts: Any, targets: Any) -> Any:
+        monitor.record_tokens(len(context) + len(target) - 1 for context, target in zip(contexts, targets, strict=True))
         return units(contexts, targets)
 
-    def watched_score(nodes: Any, requests: int, *, done: Any) -> None:
-        def reported(answers: Any) -> None:
-            done(answers)
-            watch.answer((asked[i], watch.tokens[i], value) for i, (value, _) in answers)
+    def monitored_score_units(nodes: Any, requests: int, *, done: Any) -> None:
+        def report(scores: Any) -> None:
+            done(scores)
+            monitor.record_answers((arguments[i], monitor.tokens[i], value) for i, (value, _) in scores)
 
-        score(nodes, requests, done=reported)
+        score_units(nodes, requests, done=report)
 
-    scorer.units, scorer.score_units = watched_units, watched_score
+    scorer.units, scorer.score_units = monitored_units, monitored_score_units
 
 
-def _follow_huggingface(lm: Any, watch: Watch, asked: Sequence[Asked]) -> None:
+def _attach_huggingface(lm: Any, monitor: ProgressMonitor) -> None:
     encode, score = lm.tok_encode, lm._loglikelihood_tokens
-    tokens: dict[Asked, int] = {}
+    tokens: dict[Request, int] = {}
 
-    def watched_encode(*args: Any, **kwargs: Any) -> Any:
-        watch.check()
+    def monitored_encode(*args: Any, **kwargs: Any) -> Any:
+        monitor.check_limit()
         return encode(*args, **kwargs)
 
-    def watched_score(requests: Any, *args: Any, **kwargs: Any) -> Any:
-        tokens.update({pair: len(context) + len(target) - 1 for pair, context, target in requests})
-        watch.expect(len(context) + len(target) - 1 for _, context, target in requests)
+    def monitored_score(requests: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens.update({request: len(context) + len(target) - 1 for request, context, target in requests})
+        monitor.record_tokens(len(context) + len(target) - 1 for _, context, target in requests)
         return score(requests, *args, **kwargs)
 
     class Hook:
         # The harness calls it with every answer, for its cache.
-        def add_partial(self, kind: str, pair: Asked, answer: tuple[float, bool]) -> None:
-            watch.answer([(pair, tokens[pair], answer[0])])
+        def add_partial(self, kind: str, request: Request, answer: tuple[float, bool]) -> None:
+            monitor.record_answers([(request, tokens[request], answer[0])])
 
-    lm.tok_encode, lm._loglikelihood_tokens, lm.cache_hook = watched_encode, watched_score, Hook()
+    lm.tok_encode, lm._loglikelihood_tokens, lm.cache_hook = monitored_encode, monitored_score, Hook()

@@ -1,8 +1,8 @@
-"""Pseudo-log-likelihood: scores of continuations under a masked model.
+"""Compute pseudo-log-likelihoods of continuations under a masked model.
 
-PLL(y | x) = sum_t log p(y_t | x, y without y_t): each token of the continuation is masked in turn while everything else
-is in view (Salazar et al. 2020, arXiv 1910.14659; Wang and Cho 2019). It is no probability of the text, and it is not
-comparable with the log-likelihood of a causal model; as a ranking of choices it serves the same tasks.
+PLL(y | x) = sum_t log p(y_t | x, y without y_t): each token of the continuation is masked in turn, with all other tokens
+visible (Salazar et al. 2020, arXiv 1910.14659; Wang and Cho 2019). It ranks choices, but is no probability of a text and not
+comparable with the log-likelihood of a causal model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from models.language_model import LanguageModel
 from models.precision import to_accumulation_dtype
 from tools.evaluation.prefix_tree import Ids
 
-Answer = tuple[float, bool]
+Score = tuple[float, bool]
 Unit = tuple[int, Ids, int, int]
 
 
@@ -26,10 +26,10 @@ class PseudoScorer:
     """Scores requests on one process with a masked model.
 
     Attributes:
-        mask_id: the token that stands for a hidden one.
-        before, after: ids around every sequence, as in training ([CLS] and [SEP], say).
-        batch_tokens: tokens of a batch, padding included; halved for good when memory runs out.
-        read: tokens that went through the model so far, padding excluded.
+        mask_id: id of the mask token.
+        before, after: ids around every sequence, as in training (such as [CLS] and [SEP]).
+        batch_tokens: tokens of a batch, padding included. Halved when memory runs out.
+        read: tokens that the model has read, padding excluded.
     """
 
     model: LanguageModel
@@ -53,17 +53,17 @@ class PseudoScorer:
 
     @torch.inference_mode()
     def score_units(
-        self, units: Sequence[Unit], requests: int, *, done: Callable[[list[tuple[int, Answer]]], None]
+        self, units: Sequence[Unit], requests: int, *, done: Callable[[list[tuple[int, Score]]], None]
     ) -> None:
         """Pass every request's (number, (pseudo-log-likelihood, all masked tokens guessed)) to `done`."""
         sums, misses = torch.zeros(requests, dtype=torch.float64), torch.zeros(requests, dtype=torch.int64)
-        left = {number: count for number, _, _, count in units}
+        remaining = {number: count for number, _, _, count in units}
         rows = [(number, sequence, first + i) for number, sequence, first, count in units for i in range(count)]
         while rows:
             size = max(1, self.batch_tokens // len(rows[0][1]))
             batch = rows[:size]
             try:
-                chances, guessed = self._step(batch)
+                log_probabilities, greedy = self._step(batch)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 if len(batch) == 1:
@@ -72,11 +72,11 @@ class PseudoScorer:
                 continue
             rows = rows[size:]
             finished = []
-            for (number, *_), chance, hit in zip(batch, chances, guessed, strict=True):
-                sums[number] += chance
+            for (number, *_), value, hit in zip(batch, log_probabilities, greedy, strict=True):
+                sums[number] += value
                 misses[number] += not hit
-                left[number] -= 1
-                if not left[number]:
+                remaining[number] -= 1
+                if not remaining[number]:
                     finished.append((number, (float(sums[number]), int(misses[number]) == 0)))
             done(finished)
 
@@ -86,7 +86,7 @@ class PseudoScorer:
         for row, (_, sequence, place) in enumerate(batch):
             tokens[row, : len(sequence)] = torch.from_numpy(sequence)
             tokens[row, place] = self.mask_id
-        wanted = torch.tensor([int(sequence[place]) for _, sequence, place in batch], device=self.device)
+        targets = torch.tensor([int(sequence[place]) for _, sequence, place in batch], device=self.device)
         places = torch.tensor([place for _, _, place in batch], device=self.device)
         padded = bool((lengths < lengths.max()).any())
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(self.device) if padded else None
@@ -95,6 +95,6 @@ class PseudoScorer:
             x = layer(x, mask=mask)
         row = torch.arange(len(batch), device=self.device)
         logits = to_accumulation_dtype(self.model.head(x[row, places]))
-        chances = logits[row, wanted] - torch.logsumexp(logits, -1)
+        log_probabilities = logits[row, targets] - torch.logsumexp(logits, -1)
         self.read += int(lengths.sum())
-        return chances.tolist(), (logits.argmax(-1) == wanted).tolist()
+        return log_probabilities.tolist(), (logits.argmax(-1) == targets).tolist()

@@ -1,4 +1,4 @@
-"""Tables and a chart of results, with the published rows beside them."""
+"""Write tables and a chart of results, with the published rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.evaluation.harness import metric_name, metric_value
+from tools.evaluation.document_metrics import metric_value, metrics_of
 from tools.evaluation.suites import Column, Suite
 from tools.reporting.tables import markdown_table
 
@@ -17,7 +17,7 @@ Results = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One model's numbers under the labels of a suite's columns: (value, standard error or None)."""
+    """Hold one model's numbers by column label: (value, standard error or None)."""
 
     model: str
     cells: dict[str, tuple[float, float | None]]
@@ -26,7 +26,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A suite's table, ready to be written in any format; values are in percent but for perplexities."""
+    """Hold a suite's table for every format. Values are in percent except perplexities."""
 
     title: str
     columns: tuple[Column, ...]
@@ -82,7 +82,7 @@ def suite_table(suite: Suite, models: Sequence[tuple[str, Results]]) -> Table:
 
 
 def is_raw(metric: str) -> bool:
-    """Return whether a metric is no share, and so is not given in percent."""
+    """Return whether a metric is no share and has no percent."""
     return "perplexity" in metric or "bits_per_byte" in metric
 
 
@@ -93,17 +93,17 @@ def _is_accuracy(metric: str) -> bool:
 def detail_rows(results: Results) -> tuple[list[str], list[list[str]]]:
     """Return every metric of every task with its split, examples and number of documents."""
     header = ["task", "version", "split", "shots", "documents", "metric", "value", "±", "chance"]
-    ours, rows = results["metalion"], []
+    section, rows = results["metalion"], []
     for task in results["versions"]:
         for metric in metrics_of(results, task):
             value, error = metric_value(results, task, metric) or (float("nan"), None)
             scale = 1.0 if is_raw(metric) else 100.0
-            chance = ours["chance"].get(task) if _is_accuracy(metric) else None
+            chance = section["chance"].get(task) if _is_accuracy(metric) else None
             rows.append(
                 [
                     task,
                     str(results["versions"][task]),
-                    ours["split"].get(task, "") + ("*" if task in ours["other_split"] else ""),
+                    section["split"].get(task, "") + ("*" if task in section["other_split"] else ""),
                     str(results["n-shot"].get(task, "")),
                     f"{results['n-samples'][task]['effective']:,}",
                     metric + (" (harness)" if task == "multirc" and metric == "acc" else ""),
@@ -113,12 +113,6 @@ def detail_rows(results: Results) -> tuple[list[str], list[list[str]]]:
                 ]
             )
     return header, rows
-
-
-def metrics_of(results: Results, task: str) -> list[str]:
-    """Return a task's metrics as `metric_name`, in the order of their computation."""
-    keys = [key.split(",", 1) for key in results["results"].get(task, {}) if "," in key]
-    return [metric_name(metric, tag) for metric, tag in keys if not metric.endswith("_stderr")]
 
 
 def markdown(tables: Sequence[Table], results: Sequence[tuple[str, Results]]) -> str:
@@ -217,48 +211,49 @@ def _columns(suite: Suite, results: Sequence[Results]) -> tuple[Column, ...]:
 def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, Results]]) -> list[str]:
     tasks, notes = {column.task for column in columns}, []
     if suite.rows:
-        notes.append(f"Published rows: {suite.source}; their averages are formed here, from their columns.")
+        notes.append(f"Published rows: {suite.source}; averages are computed from the columns shown.")
     for name, results in models:
-        ours = results["metalion"]
-        if ours["score"] != "log-likelihood":
-            notes.append(f"{name} is a masked model: choices are ranked by {ours['score']}.")
-        cut = {task: n for task, n in ours["truncated"].items() if task in tasks or not task}
+        section = results["metalion"]
+        if section["score"] != "log-likelihood":
+            notes.append(f"{name} is a masked model: choices are ranked by {section['score']}.")
+        cut = {task: n for task, n in section["truncated"].items() if task in tasks or not task}
         if cut:
             counts = ", ".join(f"{task or 'all tasks'} {n:,}" for task, n in cut.items())
-            notes.append(
-                f"{name}: requests longer than {ours['max_length']:,} tokens lost their beginning, as in the harness: {counts}."
-            )
+            limit = f"{section['max_length']:,} tokens"
+            notes.append(f"{name}: requests longer than {limit} lost their beginning, as in the harness: {counts}.")
         for key, words in _SPLITS.items():
-            if counts := {task: n for task, n in ours.get(key, {}).items() if task in tasks}:
-                shown = ", ".join(f"{task} {n:,} of {ours['requests'].get(task, n):,}" for task, n in counts.items())
+            if counts := {task: n for task, n in section.get(key, {}).items() if task in tasks}:
+                shown = ", ".join(f"{task} {n:,} of {section['requests'].get(task, n):,}" for task, n in counts.items())
                 notes.append(f"{name}: {words}: {shown}.")
-        if other := [task for task in ours["other_split"] if task in tasks]:
-            splits = ", ".join(f"{task} ({ours['split'][task]})" for task in other)
+        if other := [task for task in section["other_split"] if task in tasks]:
+            splits = ", ".join(f"{task} ({section['split'][task]})" for task in other)
             notes.append(f"{name}: on another split than the harness's own: {splits}.")
         small = [
             task for task in results["n-samples"] if task in tasks and results["n-samples"][task]["effective"] < 50
         ]
         if small:
-            notes.append(f"{name}: fewer than 50 documents, a check that the task runs: {', '.join(small)}.")
+            notes.append(
+                f"{name}: fewer than 50 documents, no more than a check that the task runs: {', '.join(small)}."
+            )
     return notes
 
 
-# Of `request_pairs.Pair`.
+# Flags of `request_pairs.Pair`.
 _SPLITS = {
-    "apart": "context and continuation share their last token, and were encoded in two parts (the harness refuses them)",
-    "recut": "the tokenizer cuts the end of the context otherwise before the continuation; split as in the harness",
+    "apart": "context and continuation share a token and were encoded apart (the harness refuses them)",
+    "recut": "the context has other tokens in front of its continuation; split as in the harness",
 }
 
 
 def _describe(results: Results) -> str:
-    ours, config = results["metalion"], results["config"]
+    section, config = results["metalion"], results["config"]
     parts = [
         f"{config['model_num_parameters'] / 1e6:,.1f} M parameters" if config.get("model_num_parameters") else "",
         str(config.get("model_dtype", "")).removeprefix("torch."),
-        f"{ours['max_length']:,} tokens at once" if ours.get("max_length") else "",
+        f"{section['max_length']:,} tokens at once" if section.get("max_length") else "",
         f"lm-eval {results.get('lm_eval_version', '')}",
-        f"weights {ours['model']['sha256'][:16]}" if ours.get("model", {}).get("sha256") else "",
-        f"{ours['seconds']:,.0f} s",
+        f"weights {section['model']['sha256'][:16]}" if section.get("model", {}).get("sha256") else "",
+        f"{section['seconds']:,.0f} s",
     ]
     return ", ".join(part for part in parts if part) + ". A star marks a split that is not the harness's own."
 

@@ -1,26 +1,29 @@
-"""What one command evaluates. It is built once, from the command line or from a configuration."""
+"""Describe what one command evaluates. A request is built once, from the command line or a configuration."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-NEEDLE = "needle"  # a suite of its own: no task of the harness
+NEEDLE = "needle"  # a suite that is no task of the harness
 LENGTHS = (2048, 4096, 8192, 16384)
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """Suites and tasks of the lm-evaluation-harness.
+    """Request suites and tasks of the lm-evaluation-harness.
 
     Attributes:
         suites: names of suites, or YAML files.
-        tasks: tasks of the harness, in addition.
-        without: tasks of the suites to leave out; their columns stay empty.
-        data_dir, hub, split: as `tools.evaluation.tasks.load_tasks`.
-        shots: examples in the prompt; None for the number of each task, which is none for the suites.
+        tasks: additional tasks, groups and tags of the harness.
+        without: tasks to leave out; their columns stay empty.
+        data_dir: folder of data files; None for the hub.
+        hub: whether data that the folder lacks come from the hub.
+        split: evaluate this split ("validation", "test") instead of the stock task's, where the data have it.
+        shots: examples in the prompt; None for the number of each task, which is 0 for the suites.
     """
 
     suites: tuple[str, ...] = ()
@@ -34,7 +37,7 @@ class TaskRequest:
 
 @dataclass(frozen=True)
 class NeedleRequest:
-    """Needles in a haystack.
+    """Request needles in a haystack.
 
     Attributes:
         lengths: tokens per text.
@@ -53,7 +56,7 @@ class NeedleRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """Perplexity of texts.
+    """Request the perplexity of texts.
 
     Attributes:
         data: raw texts and prefixes of token files; empty for the run's validation set.
@@ -72,11 +75,11 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """A model, and what it is evaluated on.
+    """Request the evaluation of one model.
 
     Attributes:
         checkpoint: folder of a run or of a checkpoint, or a Hugging Face model.
-        tasks, needle, texts: the three kinds of evaluations; None for a kind that is not requested.
+        tasks, needle, texts: the kinds of evaluations; None for a kind that is not requested.
         device, dtype: as `tools.loading.model.locate_checkpoint`.
         out: the results file; None for a file in the run's folder.
         name: the model's name in tables; None for the name of the run.
@@ -101,47 +104,31 @@ class EvaluationRequest:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of results, in the order of their evaluation: keys of `results_file.KINDS`."""
+        """Return the requested kinds of results, keys of `results_file.KINDS`, in the order of their evaluation."""
         requested = {"needle": self.needle, "suites": self.tasks, "texts": self.texts}
         return [kind for kind, request in requested.items() if request is not None]
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> EvaluationRequest:
-        """Return the request of a command line of `eval.py`. Texts are the default kind."""
+        """Return the request of a command line of `eval.py`. Texts are the default kind.
+
+        Every option has the name of a field.
+        """
         suites = tuple(name for name in options.suite if name != NEEDLE)
         tasks = texts = needle = None
         if suites or options.tasks:
-            tasks = TaskRequest(
-                suites,
-                tuple(options.tasks),
-                tuple(options.without),
-                options.data_dir,
-                options.hub,
-                options.split,
-                options.shots,
-            )
+            tasks = _filled(TaskRequest, options, suites=suites)
         if NEEDLE in options.suite:
-            lengths, depths = tuple(options.lengths or LENGTHS), tuple(options.depths or DEPTHS)
-            needle = NeedleRequest(lengths, depths, options.needles, options.seed, options.filler)
+            needle = _filled(NeedleRequest, options)
         if options.data or options.by_position or not (options.suite or options.tasks):
-            texts = TextRequest(
-                tuple(options.data),
-                options.text_key,
-                options.sequence_length,
-                options.batch_size,
-                options.by_position,
-            )
-        return cls(
-            options.checkpoint,
-            tasks,
-            needle,
-            texts,
-            device=options.device,
-            dtype=options.dtype,
-            out=options.out,
-            name=options.name,
-            max_length=options.max_length,
-            save_samples=options.samples,
-            progress=options.progress,
-            trust_remote_code=options.trust_remote_code,
-        )
+            texts = _filled(TextRequest, options)
+        return _filled(cls, options, tasks=tasks, needle=needle, texts=texts)
+
+
+def _filled(kind: type[Any], options: argparse.Namespace, **values: Any) -> Any:
+    """Return a request whose fields are the options of the same names. Options that are None keep the field's default."""
+    for field in fields(kind):
+        value = getattr(options, field.name, None)
+        if field.name not in values and value is not None:
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)

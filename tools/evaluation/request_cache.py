@@ -17,7 +17,7 @@ from tools.evaluation.data_parallel import Processes
 class RequestCache:
     """A folder of files `answers-RANK.jsonl`, with one line per answer.
 
-    Every process reads the files of all ranks, and appends to its own file. A last line that was cut is dropped.
+    Every process reads the files of all ranks, and appends to its own file. An incomplete last line is dropped.
 
     Args:
         folder: None for a cache that stores nothing.
@@ -30,8 +30,8 @@ class RequestCache:
             return
         self._path = folder / f"answers-{processes.rank}.jsonl"
         self._known = {key: value for file in sorted(folder.glob("answers-*.jsonl")) for key, value in _lines(file)}
-        # Every process must read the same answers before one of them adds to the files.
-        processes.wait()
+        # Every process must read the same answers before one of them appends.
+        processes.barrier()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -54,9 +54,9 @@ class RequestCache:
             return
         if self._file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            cut = self._path.is_file() and self._path.read_bytes()[-1:] != b"\n"
+            incomplete = self._path.is_file() and self._path.read_bytes()[-1:] != b"\n"
             self._file = self._path.open("a", encoding="utf-8")
-            if cut:
+            if incomplete:
                 self._file.write("\n")
         for key, value in answers:
             self._file.write(json.dumps([key, value], ensure_ascii=False) + "\n")

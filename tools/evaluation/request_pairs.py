@@ -1,13 +1,13 @@
-"""Context and continuation as ids: where they are split, what is counted, what is refused.
+"""Encode context and continuation as the harness does, count requests, and refuse those that cannot be scored.
 
-The split is the harness's. Spaces at the end of a context move to the continuation. The context is encoded alone, the
-whole text is encoded, and the continuation is what the whole has after as many ids as the context. Some tokenizers have
-pieces that reach from the context into the continuation. Two cases follow:
+Spaces at the end of a context move to the continuation. The context is encoded alone, then the whole text. The
+continuation is the rest of the whole after as many ids as the context has. Some tokenizers have pieces that cross the
+boundary. Two cases follow:
 
-- The whole has no more ids than the context, so that the harness ends with an assertion. The pair is then encoded in two
-  parts: the context's ids, then the continuation's own ids (`Pair.apart`).
-- The whole begins with other ids than the context, so that the split is at another place of the text than the pair's. The
-  harness scores it so, and so does this project (`Pair.recut`).
+- The whole has no more ids than the context, and the harness ends with an assertion. The continuation is then encoded
+  alone (`Pair.apart`).
+- The whole begins with other ids than the context, so that the split is at another place of the text. The harness scores
+  such a pair, and so does this project (`Pair.recut`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from data.tokenizer import Tokenizer
 
 
 class Pair(NamedTuple):
-    """The ids of a context and of its continuation; whether the two were encoded apart, or the context cut otherwise."""
+    """Hold the ids of a context and of its continuation.
+
+    apart: whether the two were encoded alone. recut: whether the context has other ids in front of its continuation.
+    """
 
     context: Any
     target: Any
@@ -34,22 +37,22 @@ class Pair(NamedTuple):
 
 @dataclass
 class RequestCounts:
-    """What an evaluation asked.
+    """Count the requests of an evaluation.
 
     Attributes:
-        requests: by task. truncated: longer than the model sees. apart, recut: as of `Pair`.
-        asked_tokens: ids that a model without a state to go on from would read. longest: ids of the longest request.
+        requests: by task. truncated: longer than the model's length. apart, recut: as in `Pair`.
+        tokens: ids that a model without a shared state would read. longest: ids of the longest request.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
     truncated: Counter[str] = field(default_factory=Counter)
     apart: Counter[str] = field(default_factory=Counter)
     recut: Counter[str] = field(default_factory=Counter)
-    asked_tokens: int = 0
+    tokens: int = 0
     longest: int = 0
 
     def add(self, task: str, pair: Pair, room: int) -> None:
-        """room: ids of context and continuation that the model can take."""
+        """Count one request. room: ids of context and continuation that the model can read."""
         length = len(pair.context) + len(pair.target)
         self.requests[task] += 1
         self.truncated[task] += length > room
@@ -58,26 +61,26 @@ class RequestCounts:
         self.longest = max(self.longest, length)
 
     def by_task(self) -> dict[str, dict[str, int]]:
-        """Return the counters by name, without tasks that have none. "requests" has all tasks."""
-        named = {name: getattr(self, name) for name in ("truncated", "apart", "recut")}
+        """Return the counters by name. "requests" has all tasks, the others have those with a count."""
+        partial = {name: getattr(self, name) for name in ("truncated", "apart", "recut")}
         return {
             "requests": dict(self.requests),
-            **{name: {task: n for task, n in counter.items() if n} for name, counter in named.items()},
+            **{name: {task: n for task, n in counter.items() if n} for name, counter in partial.items()},
         }
 
 
 def split_pair(context: Any, whole: Any, encode_rest: Callable[[], Any], rest: str) -> Pair:
     """Split the ids of a whole text after those of its context.
 
-    context, whole: ids. rest: the text after the context. encode_rest: gives its ids.
+    context, whole: ids. rest: the text after the context. encode_rest: returns its ids.
 
-    Raises ValueError for a continuation that the tokenizer has no token for.
+    Raises ValueError for a continuation without a token.
     """
     size = len(context)
     recut = not np.array_equal(context[: size - 1], whole[: size - 1]) if size else False
     if size < len(whole) or not rest:
         return Pair(context, whole[size:], recut=recut)
-    return Pair(context, _some(encode_rest(), rest), apart=True, recut=recut)
+    return Pair(context, _not_empty(encode_rest(), rest), apart=True, recut=recut)
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_token_id: int) -> list[Pair]:
@@ -85,22 +88,22 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_
 
     An empty context is the end of a document; an empty continuation has no ids. Raises as `split_pair`.
     """
-    moved = []
+    stripped = []
     for context, continuation in pairs:
-        stripped = context.rstrip()
-        moved.append((stripped, context[len(stripped) :] + continuation))
-    texts = dict.fromkeys(text for context, rest in moved for text in (context, context + rest))
+        start = context.rstrip()
+        stripped.append((start, context[len(start) :] + continuation))
+    texts = dict.fromkeys(text for context, rest in stripped for text in (context, context + rest))
     ids = dict(zip(texts, encode_texts(tokenizer, list(texts)), strict=True))
-    found = []
-    for context, rest in moved:
+    encoded = []
+    for context, rest in stripped:
         whole, alone = ids[context + rest], ids[context]
         if len(alone):
-            found.append(split_pair(alone, whole, lambda rest=rest: encode_texts(tokenizer, [rest])[0], rest))  # type: ignore[misc]
+            encoded.append(split_pair(alone, whole, lambda rest=rest: encode_texts(tokenizer, [rest])[0], rest))  # type: ignore[misc]
         elif len(whole) > 1 and whole[0] == prefix_token_id:
-            found.append(Pair(whole[:1], whole[1:]))
+            encoded.append(Pair(whole[:1], whole[1:]))
         else:
-            found.append(Pair(np.array([prefix_token_id]), _some(whole, rest)))
-    return found
+            encoded.append(Pair(np.array([prefix_token_id]), _not_empty(whole, rest)))
+    return encoded
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Any]:
@@ -109,16 +112,15 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Any]:
 
 
 def refuse_longer(task: str, length: int, limit: int) -> None:
-    """Raise ValueError for a continuation that is longer than the model reads: its beginning would not be scored."""
+    """Raise ValueError for a continuation that is longer than the model's length."""
     if length > limit:
         raise ValueError(
-            f"{task or 'a request'}: a continuation has {length:,} tokens and the model sees {limit:,} at once: its beginning "
-            f"would not be scored. Let the model see more (--max-length {length}), or leave the task out (--without "
-            f"{task or 'TASK'})"
+            f"{task or 'a request'}: a continuation has {length:,} tokens and the model reads {limit:,} at once: its beginning "
+            f"would not be scored. Give a larger --max-length ({length}), or leave the task out (--without {task or 'TASK'})"
         )
 
 
-def _some(ids: Any, text: str) -> Any:
+def _not_empty(ids: Any, text: str) -> Any:
     if text and not len(ids):
         raise ValueError(f"the tokenizer has no token for the continuation {text!r}: it cannot be scored")
     return ids

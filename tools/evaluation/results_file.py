@@ -1,78 +1,105 @@
-"""The file that an evaluation writes: looked at before the work, and never taken from results of another kind."""
+"""Check, read, write and merge the results files of evaluations."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import read_json
+from data import atomic_io
+from data.atomic_io import read_json, write_text
 
 RESULTS_FILE, NEEDLE_FILE = "results.json", "needle.json"
-# Kind of results -> the key that its files alone have, and what they are.
+# Kind of results -> (a key that only its files have, a description).
 KINDS = {
     "suites": ("metalion", "suites or tasks"),
     "needle": ("cells", "--suite needle"),
     "texts": ("checkpoint", "perplexities of texts"),
 }
-_BESIDE = (".md", ".tex", ".png")
+_TABLE_SUFFIXES = (".md", ".tex", ".png")
+# Keys that tables read: of the harness, and under "metalion".
+_TABLES = ("versions", "n-shot", "n-samples", "config")
+_TABLES_METALION = ("suites", "chance", "split", "other_split", "truncated", "score", "max_length", "seconds")
 
 
 def check_output(out: Path, kind: str | None = None) -> None:
-    """Raise ValueError if a results file cannot be written. Writes nothing.
+    """Raise ValueError if a results file cannot be written, has a table's suffix, or holds results of another kind.
 
-    A table's suffix, and a file with results of another kind, are refused too.
-
-    kind: of KINDS; None for a file that is no evaluation's.
+    kind: of KINDS; None for a file that is no results file.
     """
-    mend = "name another file with --out"
+    remedy = "name another file with --out"
     if out.is_dir():
-        raise ValueError(f"{out} is a folder: {mend}, for example {out / 'results.json'}")
+        raise ValueError(f"{out} is a folder: {remedy}, for example {out / 'results.json'}")
     folder = next(place for place in out.absolute().parents if place.exists())
     if not folder.is_dir():
-        raise ValueError(f"{out} cannot be written, {folder} is no folder: {mend}")
+        raise ValueError(f"{out} cannot be written, {folder} is no folder: {remedy}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{out} cannot be written, nothing may be made in {folder}: {mend}")
-    if kind in ("suites", "needle") and out.suffix in _BESIDE:
+        raise ValueError(f"{out} cannot be written, no permission to write in {folder}: {remedy}")
+    if kind in ("suites", "needle") and out.suffix in _TABLE_SUFFIXES:
         raise ValueError(
-            f"{out}: the results are JSON, and {', '.join(_BESIDE)} are what lies beside them: "
+            f"{out}: the results are JSON; tables and chart get the suffixes {', '.join(_TABLE_SUFFIXES)}: "
             f"name {out.with_suffix('.json')} with --out"
         )
     if kind is not None:
         earlier_results(out, kind)
     elif out.is_file() and (other := _kind(out)):
-        raise ValueError(f"{out} holds results of {KINDS[other][1]}: {mend}")
+        raise ValueError(f"{out} holds results of {KINDS[other][1]}: {remedy}")
 
 
 def earlier_results(out: Path, kind: str) -> dict[str, Any]:
-    """Return the results of an earlier evaluation of this kind, or an empty dict if there is no file.
+    """Return the results of an earlier evaluation of this kind, or an empty dict without a file.
 
-    Raises ValueError for a file of anything else.
+    Raises ValueError for another kind of file.
     """
     if not out.is_file():
         return {}
-    mend = "name another file with --out, or remove it"
-    content = read_json(out, mend)
+    remedy = "name another file with --out, or remove it"
+    content = read_json(out, remedy)
     if (other := _kind(out)) != kind:
-        content_words = "no results of eval.py" if other is None else f"results of {KINDS[other][1]}"
-        raise ValueError(f"{out} holds {content_words}, where those of {KINDS[kind][1]} would go: {mend}")
+        actual = "no results of eval.py" if other is None else f"results of {KINDS[other][1]}"
+        raise ValueError(f"{out} holds {actual}; allowed are results of {KINDS[kind][1]}: {remedy}")
     return content
 
 
-def _kind(out: Path) -> str | None:
-    """Return the kind of a file's results, or None for a file of anything else."""
-    try:
-        content = read_json(out, "")
-    except ValueError:
-        return None
-    return next((name for name, (key, _) in KINDS.items() if key in content), None)
+def read_results(path: Path, *, tables: bool = False) -> dict[str, Any]:
+    """Read a `results.json`, or the one of a folder. Raises FileNotFoundError, or ValueError for another kind of file.
+
+    tables: require the keys that tables show.
+    """
+    file = path / RESULTS_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: python eval.py MODEL --suite ... writes it")
+    remedy = "give a results.json of python eval.py MODEL --suite"
+    content = read_json(file, remedy, "metalion", "results", *(_TABLES if tables else ()))
+    section, needed = content["metalion"], ("title", "documents", *(_TABLES_METALION if tables else ()))
+    if missing := [key for key in needed if not isinstance(section, dict) or key not in section]:
+        raise ValueError(f"{file} has no key 'metalion.{missing[0]}': {remedy}")
+    return content
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON as `data.atomic_io.write_json`, including the types of the harness."""
+    from lm_eval.utils import handle_non_serializable
+
+    atomic_io.write_json(path, content, handle_non_serializable)
+
+
+def write_samples(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write `samples_TASK.jsonl`: every document with its prompts and answers, as the harness logs them."""
+    from lm_eval.utils import handle_non_serializable
+
+    for task, rows in samples.items():
+        plain = (atomic_io.of_json(row, handle_non_serializable) for row in rows)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in plain]
+        write_text(folder / f"samples_{task}.jsonl", "".join(lines))
 
 
 def difference(earlier: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Return the first setting in which two evaluations differ, in words; empty if all shared settings are equal.
+    """Return the first setting in which two evaluations differ, or an empty text if all shared settings are equal.
 
-    earlier, new: settings by their names, such as `suite_settings`.
+    earlier, new: settings by name, such as `suite_settings`.
     """
     return next(
         (f"{name} {earlier[name]}, not {new[name]}" for name in new if name in earlier and earlier[name] != new[name]),
@@ -90,21 +117,23 @@ def suite_settings(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a `results.json`, of the model and of each task; empty for no results."""
     if not results:
         return {}
-    ours = results["metalion"]
-    found = {
-        "weights": weights(ours.get("model", {})),
+    section = results["metalion"]
+    settings = {
+        "weights": weights(section.get("model", {})),
         "number format": str(results.get("config", {}).get("model_dtype")).removeprefix("torch."),
-        "tokens at once": ours.get("max_length"),
-        "score": ours.get("score"),
-        # Where none are asked for it is what each task says: 0, or as the line below has it.
-        **({"examples in the prompt": ours["shots"] or 0} if "shots" in ours else {}),
+        "tokens at once": section.get("max_length"),
+        "score": section.get("score"),
+        # Without --shots the number is each task's own: 0, or that of the line below.
+        **({"examples in the prompt": section["shots"] or 0} if "shots" in section else {}),
         **{f"{task}'s examples in the prompt": shots for task, shots in results.get("n-shot", {}).items()},
     }
-    for task, files in ours.get("data", {}).items():
-        found[f"{task}'s split"] = ours["split"].get(task)
-        # Of files their hashes, wherever they lie; what the hub's loader calls its copy is no sign of the content.
-        found[f"{task}'s data"] = sorted(held[:12] if len(held) == 64 else place for place, held in files.items())
-    return found
+    for task, files in section.get("data", {}).items():
+        settings[f"{task}'s split"] = section["split"].get(task)
+        # Files are compared by their hash. The fingerprint of a data set of the hub does not identify its content.
+        settings[f"{task}'s data"] = sorted(
+            digest[:12] if len(digest) == 64 else path for path, digest in files.items()
+        )
+    return settings
 
 
 def number_format(model: Any) -> str:
@@ -120,23 +149,32 @@ def weights(model: Mapping[str, Any]) -> str:
 def with_tasks(earlier: Mapping[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     """Return the results with the other tasks of an earlier evaluation of the same settings."""
     old, new = earlier.get("metalion", {}), results["metalion"]
-    again = new["split"].keys()
-    if not old.get("split", {}).keys() - again:
+    repeated = new["split"].keys()
+    if not old.get("split", {}).keys() - repeated:
         return results
     tables = [key for key in earlier if isinstance(earlier[key], dict) and key not in ("metalion", "config")]
     joined = {key: {**earlier[key], **results.get(key, {})} for key in tables}
-    ours = {
+    merged = {
         key: {**old.get(key, {}), **new.get(key, {})}
         for key in ("split", "data", "chance", "requests", "truncated", "apart", "recut", "documents")
     }
-    ours["suites"] = list(dict.fromkeys([*old["suites"], *new["suites"]]))
-    ours["other_split"] = sorted({*old["other_split"]} - again | {*new["other_split"]})
+    merged["suites"] = list(dict.fromkeys([*old["suites"], *new["suites"]]))
+    merged["other_split"] = sorted({*old["other_split"]} - repeated | {*new["other_split"]})
     for key in ("requests", "truncated"):
-        if "" in ours[key]:  # of all tasks together
-            ours[key][""] = old[key].get("", 0) + new[key].get("", 0)
+        if "" in merged[key]:  # of all tasks together
+            merged[key][""] = old[key].get("", 0) + new[key].get("", 0)
     for key in ("tokens_asked", "tokens_read", "seconds"):
         if old.get(key) is not None and new[key] is not None:
-            ours[key] = round(old[key] + new[key], 3)
+            merged[key] = round(old[key] + new[key], 3)
     if old.get("longest_request") is not None and new["longest_request"] is not None:
-        ours["longest_request"] = max(old["longest_request"], new["longest_request"])
-    return {**results, **joined, "metalion": {**new, **ours}}
+        merged["longest_request"] = max(old["longest_request"], new["longest_request"])
+    return {**results, **joined, "metalion": {**new, **merged}}
+
+
+def _kind(out: Path) -> str | None:
+    """Return the kind of a file's results, or None for another file."""
+    try:
+        content = read_json(out, "")
+    except ValueError:
+        return None
+    return next((name for name, (key, _) in KINDS.items() if key in content), None)

@@ -1,10 +1,14 @@
-"""Check the rows of a task's data: what the harness would score wrongly or end at with a traceback."""
+"""Read and check the rows of a task's data files: the harness would score wrong rows, or end with a traceback."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from data.corpus.readers import decompressed
 
 Row = Mapping[str, Any]
 
@@ -29,6 +33,55 @@ _TEXTS = {
 }
 
 
+def check_rows(name: str, path: Path, fields: Sequence[str]) -> None:
+    """Raise ValueError with task, file, row and field for the first row that the harness cannot score (`row_problem`).
+
+    A missing field, a row that is no JSON object, and a file without rows are refused too.
+    """
+    number, advice = 0, remedy(name)
+    for number, row in _rows(name, path):
+        if not isinstance(row, dict):
+            raise ValueError(f"{name}: {path}, row {number} is {type(row).__name__}, not a JSON object: {advice}")
+        for field in fields:
+            value: Any = row
+            for part in field.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is None:
+                held = ", ".join(row) or "nothing"
+                raise ValueError(f"{name}: {path}, row {number} lacks the field {field!r}; it holds {held}: {advice}")
+        if fields and (problem := row_problem(name, row)):
+            raise ValueError(f"{name}: {path}, row {number} {problem}: {advice}")
+    if not number:
+        raise ValueError(f"{name}: {path} holds no row: {advice}")
+
+
+def template_fields(config: Mapping[str, Any]) -> list[str]:
+    """Return the fields in the templates of a task. The fields that its functions read are unknown."""
+    import jinja2
+    import jinja2.meta
+
+    environment, names = jinja2.Environment(), set()
+    if config.get("process_docs"):
+        return []
+    for key in ("doc_to_text", "doc_to_target", "doc_to_choice"):
+        template = config.get(key)
+        if isinstance(template, str) and "{{" in template:
+            names |= jinja2.meta.find_undeclared_variables(environment.parse(template))
+        elif isinstance(template, str) and template.isidentifier():
+            names.add(template)
+    return sorted(names)
+
+
+def remedy(name: str) -> str:
+    """Return the advice for a data file that cannot be used."""
+    return f"get the file again, or leave the task out (--without {name})"
+
+
+def first_line(error: Exception) -> str:
+    """Return the type of an error and its first line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def row_problem(task: str, row: Row) -> str:
     """Return what is wrong with a row that has all its fields, in words; empty for a sound row or an unknown task."""
     for field in _TEXTS.get(task, ()):
@@ -36,6 +89,38 @@ def row_problem(task: str, row: Row) -> str:
             return f"has {field} = {row[field]!r}, where text is expected"
     check = _CHECKS.get(task)
     return "" if check is None else check(row)
+
+
+def _rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield rows with their line, or their place in a JSON list. Raises ValueError as `check_rows`."""
+    if path.suffix == ".parquet":
+        yield from enumerate(_parquet_rows(name, path), start=1)
+        return
+    try:
+        text = b"".join(piece for piece, _ in decompressed(path)).decode()
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{name}: {path}, row {line} is no UTF-8 ({error.reason}): {remedy(name)}") from error
+    whole = path.suffix == ".json" and text.lstrip().startswith("[")
+    lines = [text] if whole else text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{name}: {path}, row {number} is no JSON ({error}): {remedy(name)}") from error
+        yield from enumerate(content, start=1) if whole else [(number, content)]
+
+
+def _parquet_rows(name: str, path: Path) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{name}: {path} is no whole Parquet file ({first_line(error)}): {remedy(name)}") from error
 
 
 def _labelled_choices(row: Row) -> str:

@@ -1,6 +1,6 @@
-"""Log-likelihoods of continuations under a causal model of this project, in batches over a tree of shared prefixes.
+"""Compute log-likelihoods of continuations under a causal model of this project, over a tree of shared prefixes.
 
-Only the positions that are asked about go through the output projection; the vocabulary is never formed for the rest.
+Only positions with a target pass through the output projection.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from models.precision import to_accumulation_dtype
 from tools.evaluation.prefix_tree import Ids, Node, build_forest
 
 State = list[dict[str, Tensor]]
-Answer = tuple[float, bool]
-# Logits formed at a time, in elements.
+Score = tuple[float, bool]
+# Elements of logits computed at a time.
 _LOGITS_CPU, _LOGITS_CUDA = 1 << 23, 1 << 28
-# Tokens of a batch that keep a device busy, and how much shorter than its longest row another of it may be then.
+# Tokens of a batch that keep a device busy. Beyond them, a row is at least _EVEN times as long as the longest row.
 _ENOUGH_CPU, _ENOUGH_CUDA, _EVEN = 1 << 10, 1 << 14, 0.875
 
 
@@ -33,10 +33,10 @@ class Scorer:
 
     Attributes:
         model: causal, in evaluation mode.
-        batch_tokens: tokens of a batch, padding included; 0 measures what fits. Halved for good when memory runs out.
-        state_bytes: what the states of a batch may take.
-        read: tokens that went through the model so far, padding excluded.
-        shapes: how many batches of each (rows, length) went through the model so far.
+        batch_tokens: tokens of a batch, padding included; 0 measures how many fit. Halved when memory runs out.
+        state_bytes: largest size of the states of a batch; 0 takes an eighth of the free memory.
+        read: tokens that the model has read, padding excluded.
+        shapes: number of batches by (rows, length).
     """
 
     model: LanguageModel
@@ -52,12 +52,12 @@ class Scorer:
         if not self.state_bytes:
             memory = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 2 << 30
             self.state_bytes = memory // 8
-        self._bytes_a_row, self._bytes_a_token = _state_bytes(self)
+        self._bytes_per_row, self._bytes_per_token = _state_bytes(self)
 
     def units(self, contexts: Sequence[Ids], targets: Sequence[Ids]) -> list[Node]:
-        """Return the units of work: the trees of all requests, the most tokens first.
+        """Return the units of work: the trees of all requests, largest first.
 
-        contexts, targets: [length] ids of each request, at least one each; all but the last token are read.
+        contexts, targets: [length] ids of each request, at least one each. The model does not read the last token.
         """
         pairs = zip(contexts, targets, strict=True)
         forest = build_forest([np.concatenate([context, target[:-1]]) for context, target in pairs], targets)
@@ -65,48 +65,48 @@ class Scorer:
 
     @torch.inference_mode()
     def score_units(
-        self, units: Sequence[Node], requests: int, *, done: Callable[[list[tuple[int, Answer]]], None]
+        self, units: Sequence[Node], requests: int, *, done: Callable[[list[tuple[int, Score]]], None]
     ) -> None:
         """Pass every request's (number, (log-likelihood, whether all targets are the likeliest tokens)) to `done`.
 
-        `done` is called after every batch of trees; the numbers are below `requests`.
+        `done` is called after every batch of trees. Numbers are below `requests`.
         """
         self._sums = torch.zeros(requests, dtype=torch.float64, device=self.device)
         self._misses = torch.zeros(requests, dtype=torch.int64, device=self.device)
-        before: Callable[[], list[tuple[int, Answer]]] | None = None
+        previous: Callable[[], list[tuple[int, Score]]] | None = None
         for batch in self._batches(units):
-            self._descend(batch, None)
-            answers = self._answers(sorted(set().union(*(node.asked_by for node in batch))))
-            # Waits for the batch before, so that the device has the next one's work while this process prepares more.
-            if before is not None:
-                done(before())
-            before = answers
-        if before is not None:
-            done(before())
+            self._score_subtrees(batch, None)
+            scores = self._scores_later(sorted(set().union(*(node.requests for node in batch))))
+            # Wait for the previous batch only, so that the device has queued work while this process prepares more.
+            if previous is not None:
+                done(previous())
+            previous = scores
+        if previous is not None:
+            done(previous())
 
-    def _answers(self, requests: list[int]) -> Callable[[], list[tuple[int, Answer]]]:
+    def _scores_later(self, requests: list[int]) -> Callable[[], list[tuple[int, Score]]]:
         """Return a function that waits for the device and returns the sums of these requests."""
-        index = self._moved(torch.tensor(requests))
+        index = self._to_device(torch.tensor(requests))
         sums, misses = (x[index].to("cpu", non_blocking=True) for x in (self._sums, self._misses))
         ready = torch.cuda.Event() if self.device.type == "cuda" else None
         if ready is not None:
             ready.record(torch.cuda.current_stream(self.device))
 
-        def wait() -> list[tuple[int, Answer]]:
+        def wait() -> list[tuple[int, Score]]:
             if ready is not None:
                 ready.synchronize()
-            found = zip(requests, sums.tolist(), misses.tolist(), strict=True)
-            return [(request, (total, missed == 0)) for request, total, missed in found]
+            rows = zip(requests, sums.tolist(), misses.tolist(), strict=True)
+            return [(request, (total, missed == 0)) for request, total, missed in rows]
 
         return wait
 
-    def _moved(self, x: Tensor) -> Tensor:
-        """Copy x to the device, without waiting for the work that is queued there."""
+    def _to_device(self, x: Tensor) -> Tensor:
+        """Copy x to the device without waiting for its queued work."""
         return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
 
-    def _descend(self, nodes: Sequence[Node], state: State | None) -> None:
-        """Compute nodes of one depth and everything below. `state` is the state of their parents' batch."""
-        for batch in self._batches(nodes, below=state is not None):
+    def _score_subtrees(self, nodes: Sequence[Node], state: State | None) -> None:
+        """Score the nodes of one depth and all nodes below. state: of the parents' batch."""
+        for batch in self._batches(nodes, own_states=state is not None):
             try:
                 new_state = self._step(batch, state)
             except torch.OutOfMemoryError:
@@ -115,30 +115,30 @@ class Scorer:
                     raise
                 self.batch_tokens = max(1, self.batch_tokens // 2)
                 self.state_bytes //= 2
-                self._descend(batch[: len(batch) // 2], state)
-                self._descend(batch[len(batch) // 2 :], state)
+                self._score_subtrees(batch[: len(batch) // 2], state)
+                self._score_subtrees(batch[len(batch) // 2 :], state)
                 continue
-            self._descend([child for node in batch for child in node.children], new_state)
+            self._score_subtrees([child for node in batch for child in node.children], new_state)
             del new_state
 
-    def _batches(self, nodes: Sequence[Node], below: bool = False) -> Iterator[list[Node]]:
-        """Yield batches of nodes, longest first: neighbours have about one length, and a lack of memory shows at once.
+    def _batches(self, nodes: Sequence[Node], own_states: bool = False) -> Iterator[list[Node]]:
+        """Yield batches of nodes of similar length, longest first, so that a lack of memory appears at once.
 
-        below: that the nodes begin from a state of their own each.
+        own_states: whether each node begins from a state of its own.
         """
         enough = _ENOUGH_CUDA if self.device.type == "cuda" else _ENOUGH_CPU
-        # Leaves need no state after them, which is most of the memory.
+        # Leaves need no end state, which is most of the memory.
         for group in ([n for n in nodes if n.children], [n for n in nodes if not n.children]):
             batch: list[Node] = []
             for node in sorted(group, key=lambda n: -len(n.tokens)):
                 longest = len(batch[0].tokens) if batch else len(node.tokens)
-                size = self._bytes_a_row + self._bytes_a_token * longest
-                rows = self.state_bytes // size if node.children or below else self.batch_tokens
-                most = min(self.batch_tokens // longest, rows)
-                # Padding costs more than one batch more, once the batch fills the device. A batch with children is the
-                # beginning of theirs, and these should be many.
+                size = self._bytes_per_row + self._bytes_per_token * longest
+                rows = self.state_bytes // size if node.children or own_states else self.batch_tokens
+                max_rows = min(self.batch_tokens // longest, rows)
+                # Once a batch fills the device, padding costs more than another batch. Nodes with children stay together,
+                # because the batches of their children begin with them.
                 padded = not node.children and len(node.tokens) < _EVEN * longest
-                if batch and (len(batch) >= most or (padded and len(batch) * longest >= enough)):
+                if batch and (len(batch) >= max_rows or (padded and len(batch) * longest >= enough)):
                     yield batch
                     batch = []
                 batch.append(node)
@@ -151,13 +151,13 @@ class Scorer:
         for row, node in enumerate(batch):
             tokens[row, : len(node.tokens)] = torch.from_numpy(node.tokens)
         keep = any(node.children for node in batch)
-        # Padding on the right is behind every real token of a causal model; only a state would see it.
+        # Right padding follows every real token of a causal model: only a state would contain it.
         mask = (
             torch.arange(tokens.shape[1]) < lengths[:, None] if keep and bool((lengths < lengths.max()).any()) else None
         )
         rows = None if state is None else torch.tensor([node.row for node in batch])
         hidden, new_state = self._forward(tokens, mask, state, keep, rows)
-        self._answer(batch, hidden)
+        self._add_scores(batch, hidden)
         self.read += int(lengths.sum())
         self.shapes[tokens.shape[0], tokens.shape[1]] += 1
         for row, node in enumerate(batch):
@@ -168,39 +168,37 @@ class Scorer:
     def _forward(
         self, tokens: Tensor, mask: Tensor | None, state: State | None, keep: bool, rows: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """state: of which a row of tokens begins with the one that `rows` says."""
-        x = self._moved(tokens)
-        mask = None if mask is None else self._moved(mask)
-        rows = None if rows is None else self._moved(rows)
+        """Return the hidden states, and with `keep` the new states. rows: row of `state` from which each row begins."""
+        x = self._to_device(tokens)
+        mask = None if mask is None else self._to_device(mask)
+        rows = None if rows is None else self._to_device(rows)
         layers = [self.model.embedding, *self.model.blocks]
         new_state: State = []
         for number, layer in enumerate(layers):
-            before = None
+            initial = None
             if state is not None and rows is not None:
-                before = {key: value.index_select(0, rows) for key, value in state[number].items()}
-            x = layer(x, mask=mask, state=before, return_state=keep)
+                initial = {key: value.index_select(0, rows) for key, value in state[number].items()}
+            x = layer(x, mask=mask, state=initial, return_state=keep)
             if keep:
-                x, after = x
-                new_state.append(after)
+                x, end = x
+                new_state.append(end)
         return x, new_state
 
-    def _answer(self, batch: list[Node], hidden: Tensor) -> None:
-        """Add the answers of a batch's positions to the requests' sums: all of them, or none when memory runs out."""
+    def _add_scores(self, batch: list[Node], hidden: Tensor) -> None:
+        """Add the scores of a batch's targets to the requests' sums: all of them, or none when memory runs out."""
         length = hidden.shape[1]
-        asked = [
-            (row * length + question.first, question) for row, node in enumerate(batch) for question in node.questions
-        ]
-        if not asked:
+        spans = [(row * length + span.first, span) for row, node in enumerate(batch) for span in node.spans]
+        if not spans:
             return
-        counts = np.array([len(question.targets) for _, question in asked])
-        starts = np.array([place for place, _ in asked]) - (np.cumsum(counts) - counts)
+        counts = np.array([len(span.targets) for _, span in spans])
+        starts = np.array([place for place, _ in spans]) - (np.cumsum(counts) - counts)
         places = np.repeat(starts, counts) + np.arange(counts.sum())
         order = np.argsort(places, kind="stable")
         unique, which = np.unique(places[order], return_inverse=True)
-        wanted = np.concatenate([question.targets for _, question in asked])[order]
-        owners = np.repeat([question.request for _, question in asked], counts)[order]
-        rows = hidden.reshape(-1, hidden.shape[-1])[self._moved(torch.from_numpy(unique))]
-        row, targets, requests = self._moved(torch.from_numpy(np.stack([which, wanted, owners])))
+        tokens = np.concatenate([span.targets for _, span in spans])[order]
+        owners = np.repeat([span.request for _, span in spans], counts)[order]
+        rows = hidden.reshape(-1, hidden.shape[-1])[self._to_device(torch.from_numpy(unique))]
+        row, targets, requests = self._to_device(torch.from_numpy(np.stack([which, tokens, owners])))
         log_likelihood = torch.empty(len(places), dtype=torch.float64, device=self.device)
         greedy = torch.empty(len(places), dtype=torch.bool, device=self.device)
         elements = _LOGITS_CUDA if self.device.type == "cuda" else _LOGITS_CPU
@@ -208,12 +206,12 @@ class Scorer:
         first = range(0, len(unique), step)
         bounds = np.searchsorted(which, [*first, len(unique)]).tolist()
         for start, (low, high) in zip(first, itertools.pairwise(bounds), strict=True):
-            here, target = row[low:high] - start, targets[low:high]
+            index, target = row[low:high] - start, targets[low:high]
             logits = self.model.head(rows[start : start + step])
-            chosen = to_accumulation_dtype(logits[here, target])
+            chosen = to_accumulation_dtype(logits[index, target])
             best, log_sum = _likeliest(logits)
-            log_likelihood[low:high] = chosen - log_sum[here]
-            greedy[low:high] = best[here] == target
+            log_likelihood[low:high] = chosen - log_sum[index]
+            greedy[low:high] = best[index] == target
         self._sums.index_add_(0, requests, log_likelihood)
         self._misses.index_add_(0, requests, (~greedy).long())
 
@@ -232,7 +230,7 @@ def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def _state_bytes(scorer: Scorer) -> tuple[int, int]:
-    """Return the bytes of a state, and the bytes per token: 0 for recurrent states, more for a cache of keys and values."""
+    """Return the bytes of a state, and its bytes per token: 0 for recurrent states, more for a cache of keys and values."""
     sizes = []
     for length in (1, 2):
         state = scorer._forward(torch.zeros(1, length, dtype=torch.long), None, None, True)[1]
@@ -242,15 +240,15 @@ def _state_bytes(scorer: Scorer) -> tuple[int, int]:
 
 @torch.inference_mode()
 def _tokens_that_fit(scorer: Scorer) -> int:
-    """Return the tokens whose forward pass takes half of the free memory, or on a CPU fits its caches."""
+    """Return the tokens whose forward pass takes half of the free memory, or fits the caches of a CPU."""
     if scorer.device.type != "cuda":
         return 4096
     tokens = 4096
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(scorer.device)
-    before = torch.cuda.memory_allocated(scorer.device)
+    allocated = torch.cuda.memory_allocated(scorer.device)
     scorer._forward(torch.zeros(tokens // 64, 64, dtype=torch.long), None, None, False)
-    needed = (torch.cuda.max_memory_allocated(scorer.device) - before) / tokens
+    needed = (torch.cuda.max_memory_allocated(scorer.device) - allocated) / tokens
     free = torch.cuda.mem_get_info(scorer.device)[0]
     # Beyond 2^17 tokens nothing gets faster.
     return int(min(1 << 17, max(tokens, free / 2 / needed)))

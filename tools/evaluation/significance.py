@@ -1,9 +1,8 @@
-"""Is the difference between two models more than chance? Paired by document.
+"""Test whether the difference between two models is significant, paired by document.
 
-The null hypothesis is that a document does not care which model answered it: each document's pair of outcomes may be
-swapped. Where outcomes are right or wrong the test is exact (the sign test on the documents that differ, McNemar 1947);
-otherwise the difference is compared with that of random swaps (a paired permutation test, Fisher 1935), which works for
-metrics that are no mean (F1, perplexity) too. Two-sided.
+Null hypothesis: the two outcomes of each document can be swapped. For right or wrong outcomes the test is exact: the sign
+test on the documents that differ (McNemar 1947). Otherwise the difference is compared with that of random swaps (paired
+permutation test, Fisher 1935), also for metrics that are no mean (F1, perplexity). All tests are two-sided.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,19 +19,19 @@ from numpy.typing import NDArray
 from tools.evaluation.report import is_raw
 
 SWAPS = 10_000
-_NOT_KNOWN = "is no mean over documents, and how it is formed is not known here"
+_UNSUPPORTED = "is no mean over documents, and this comparison does not support it"
 Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One metric of one task for two models.
+    """Hold one metric of one task for two models.
 
     Attributes:
-        documents: that both answered.
+        documents: number of documents of both models.
         first, second: the metric over these documents.
         stderr: of second - first over documents; None for metrics that are no mean.
-        p: chance of a difference at least as large if the models were equal on every document.
+        p: probability of a difference at least as large under the null hypothesis.
         adjusted: p after Holm's correction over all comparisons (Holm 1979).
     """
 
@@ -52,47 +51,51 @@ class Difference:
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
-    """Compare every metric of both results over the documents that both answered, except those of `left_out`.
+    """Compare every metric of both results over their common documents, except those of `excluded_metrics`.
 
-    Raises ValueError when they share none.
+    Raises ValueError if they share none.
     """
-    found = [difference(task, metric, a, b) for task, metric, a, b, why in _shared(first, second) if not why]
-    if not found:
-        why = left_out(first, second) or ["the two results share no task and document"]
-        raise ValueError(f"{'; '.join(why)}: evaluate both models on the same suites and data")
-    return _holm(found)
+    differences = [
+        difference(task, metric, a, b) for task, metric, a, b, reason in _shared(first, second) if not reason
+    ]
+    if not differences:
+        reasons = excluded_metrics(first, second) or ["the two results share no task and document"]
+        raise ValueError(f"{'; '.join(reasons)}: evaluate both models on the same suites and data")
+    return _holm(differences)
 
 
-def left_out(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def excluded_metrics(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Return the metrics of both results that cannot be compared, each with the reason."""
-    return [f"{task}: {metric} {why}" for task, metric, _, _, why in _shared(first, second) if why]
+    return [f"{task}: {metric} {reason}" for task, metric, _, _, reason in _shared(first, second) if reason]
 
 
 def _shared(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, str, Values, Values, str]]:
-    """Task, metric, the values of both in the order of the first's documents, and why they are not compared, if so."""
-    ours, theirs = (results["metalion"]["documents"] for results in (first, second))
-    for task, metrics in ours.items():
+    """Yield task, metric, the values of both in the order of the first's documents, and a reason to exclude them, or ""."""
+    tasks, other_tasks = (results["metalion"]["documents"] for results in (first, second))
+    for task, metrics in tasks.items():
         for metric, entry in metrics.items():
-            other = theirs.get(task, {}).get(metric, {"ids": []})
+            other = other_tasks.get(task, {}).get(metric, {"ids": []})
             places = {document: i for i, document in enumerate(_contents(other["ids"]))}
             pairs = [(i, places[document]) for i, document in enumerate(_contents(entry["ids"])) if document in places]
             if pairs:
                 a, b = (np.array([e["values"][p[k]] for p in pairs], np.float64) for k, e in enumerate((entry, other)))
-                why = ""
+                reason = ""
                 if any(len(set(e["ids"])) < len(e["ids"]) for e in (entry, other)):
-                    why = "has documents twice, of several filters: evaluate again"  # as this project wrote it once
+                    reason = "has documents twice, of several filters: evaluate again"  # a file of an earlier version
                 elif a.ndim != b.ndim:
-                    why = "is of one form in the first results and of another in the second"
+                    reason = "has another form in the second results"
                 elif not (np.isfinite(a).all() and np.isfinite(b).all()):
-                    why = "is not a finite number for every document"
+                    reason = "is not a finite number for every document"
                 elif _statistic(task, metric, a) is None:
-                    why = _NOT_KNOWN
-                yield task, metric, a, b, why
+                    reason = _UNSUPPORTED
+                yield task, metric, a, b, reason
 
 
 def _contents(ids: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """What a document holds ("PLACE:HASH" without its place) and the how manieth of its like it is: the same data in another
-    order are the same documents."""
+    """Yield each document's hash ("INDEX:HASH" without the index) and its number among equal ones.
+
+    The same data in another order are the same documents.
+    """
     seen: Counter[str] = Counter()
     for identity in ids:
         content = identity.rpartition(":")[2]
@@ -101,14 +104,18 @@ def _contents(ids: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def difference(task: str, metric: str, first: Values, second: Values) -> Difference:
-    """metric: as `harness.metric_name`. first, second: [documents] numbers, or [documents, 2] pairs: (said, true) for F1,
-    (log-likelihood, words or bytes) for a perplexity over all documents.
+    """Return the difference of a metric, with its p value before Holm's correction.
 
-    Raises ValueError for a metric that is formed in a way that is not known here.
+    Args:
+        metric: as `document_metrics.metric_name`.
+        first, second: [documents] numbers, or [documents, 2] pairs: (predicted, true) for F1, (log-likelihood, words or
+            bytes) for a perplexity over all documents.
+
+    Raises ValueError for a metric that is not supported.
     """
     statistic = _statistic(task, metric, first)
     if statistic is None:
-        raise ValueError(f"{task}: {metric} {_NOT_KNOWN}")
+        raise ValueError(f"{task}: {metric} {_UNSUPPORTED}")
     values = (float(statistic(first[None])[0]), float(statistic(second[None])[0]))
     stderr = None
     if first.ndim == 1 and not is_raw(metric):
@@ -120,11 +127,11 @@ def difference(task: str, metric: str, first: Values, second: Values) -> Differe
     return Difference(task, metric, len(first), *values, stderr, _permutation(statistic, first, second))
 
 
-def comparison_rows(found: Sequence[Difference]) -> tuple[list[str], list[list[str]]]:
+def comparison_rows(differences: Sequence[Difference]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows as text, shares in percent."""
     header = ["task", "metric", "documents", "first", "second", "difference", "±", "p", "p (Holm)", ""]
     rows = []
-    for d in found:
+    for d in differences:
         share = not is_raw(d.metric)
         shown = [
             f"{100 * value:{sign}.2f}" if share else f"{value:{sign}.4g}"
@@ -146,7 +153,7 @@ def comparison_rows(found: Sequence[Difference]) -> tuple[list[str], list[list[s
 
 
 def _statistic(task: str, metric: str, values: Values) -> Callable[[Values], Values] | None:
-    """Maps [samples, documents (, 2)] to [samples]; None where it is not known how. values: of one model."""
+    """Return the function from [samples, documents (, 2)] to [samples], or None if the metric is not supported."""
     metric = metric.partition(",")[0]
     if values.ndim == 1:
         return (lambda x: np.exp(-x.mean(1))) if metric == "perplexity" else (lambda x: x.mean(1))
@@ -162,14 +169,14 @@ def _statistic(task: str, metric: str, values: Values) -> Callable[[Values], Val
 
 
 def _nats(x: Values) -> Values:
-    """A word or byte: [samples, documents, (log-likelihood, words or bytes)] -> [samples]."""
+    """Return nats per word or byte: [samples, documents, (log-likelihood, words or bytes)] -> [samples]."""
     return -x[..., 0].sum(1) / x[..., 1].sum(1)
 
 
 def _f1(x: Values, label: int) -> Values:
-    said, true = x[..., 0] == label, x[..., 1] == label
-    hits, named = (said & true).sum(1), said.sum(1) + true.sum(1)
-    return np.divide(2 * hits, named, out=np.zeros(len(x)), where=named > 0)
+    predicted, true = x[..., 0] == label, x[..., 1] == label
+    hits, positive = (predicted & true).sum(1), predicted.sum(1) + true.sum(1)
+    return np.divide(2 * hits, positive, out=np.zeros(len(x)), where=positive > 0)
 
 
 def _sign_test(better: int, worse: int) -> float:
@@ -194,10 +201,10 @@ def _permutation(statistic: Callable[[Values], Values], first: Values, second: V
     return (reached + 1) / (SWAPS + 1)
 
 
-def _holm(found: Sequence[Difference]) -> list[Difference]:
-    order = sorted(range(len(found)), key=lambda i: found[i].p)
-    adjusted, largest = [0.0] * len(found), 0.0
+def _holm(differences: Sequence[Difference]) -> list[Difference]:
+    order = sorted(range(len(differences)), key=lambda i: differences[i].p)
+    adjusted, largest = [0.0] * len(differences), 0.0
     for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(found) - rank) * found[i].p))
+        largest = max(largest, min(1.0, (len(differences) - rank) * differences[i].p))
         adjusted[i] = largest
-    return [Difference(**{**vars(d), "adjusted": value}) for d, value in zip(found, adjusted, strict=True)]
+    return [replace(d, adjusted=value) for d, value in zip(differences, adjusted, strict=True)]

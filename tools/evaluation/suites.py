@@ -1,4 +1,4 @@
-"""Suites of tasks as YAML: what is measured, in which columns, beside which published rows."""
+"""Read suites of tasks from YAML: columns of a table, notes and published rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.options import nearest_names
 FOLDER = Path(__file__).parents[2] / "configs" / "eval"
 
 
-# Key of a suite's file -> what it holds.
+# Key of a suite's file -> its type.
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("columns", "average", "notes", "local", "folders"), list),
     "title": str,
@@ -24,12 +24,12 @@ _KINDS: dict[str, type] = {
 
 
 class UnknownNameError(ValueError):
-    """A suite or task that nobody knows; the message names the nearest ones."""
+    """An unknown suite or task. The message names the nearest ones."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a table: a task's metric, under a short name that is unique in its suite."""
+    """Hold a task's metric and its label, which is unique in the suite."""
 
     task: str
     metric: str
@@ -38,18 +38,18 @@ class Column:
 
 @dataclass(frozen=True)
 class Suite:
-    """A table's columns and what belongs to it.
+    """Describe a table of tasks.
 
     Attributes:
         name: of the file; title: of the table.
         columns: in the order of the table.
         average: labels of the columns whose mean is the last column; empty for none.
         notes: sentences under the table.
-        rows: published results, {"model", "tokens", label: value}, in percent but for perplexities.
-        source: where these come from.
-        fields: task -> what every row of its data must hold, "a.b" for a key inside.
-        local: tasks that need a file because the hub cannot give their data any more.
-        folders: of the harness's tasks, so that the rest need not be read.
+        rows: published results, {"model", "tokens", label: value}, in percent except perplexities.
+        source: of the published results.
+        fields: task -> fields that every row of its data must have; "a.b" for a nested field.
+        local: tasks whose data the hub cannot provide.
+        folders: the harness's folders of the tasks, so that the other folders are not read.
     """
 
     name: str
@@ -86,7 +86,9 @@ def read_suite(name: str) -> Suite:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         words = " ".join(str(error).split())
-        raise ValueError(f"{path} is no YAML ({words}): mend it; configs/eval/superglue.yml is an example") from error
+        raise ValueError(
+            f"{path} is no YAML ({words}): correct it; configs/eval/superglue.yml is an example"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no suite: it holds {type(content).__name__}, not keys and values")
     for key, value in content.items():
@@ -105,7 +107,7 @@ def read_suite(name: str) -> Suite:
         columns.append(Column(entry["task"], entry.get("metric", "acc"), entry.get("label", entry["task"])))
     labels = [column.label for column in columns]
     if not columns or len(set(labels)) < len(labels):
-        raise ValueError(f"{path}: columns must name at least one task, each under a label of its own")
+        raise ValueError(f"{path}: columns must name at least one task, each under a unique label")
     paper = content.get("paper") or {}
     rows = tuple(paper.get("rows") or ())
     if not all(isinstance(row, dict) and "model" in row for row in rows):
@@ -113,7 +115,7 @@ def read_suite(name: str) -> Suite:
     allowed = {*labels, "model", "tokens"}
     for key in [*(content.get("average") or ()), *(key for row in rows for key in row)]:
         if key not in allowed:
-            raise ValueError(f"{path}: {key!r} is the label of no column; {nearest_names(str(key), labels)}")
+            raise ValueError(f"{path}: {key!r} is no column label; {nearest_names(str(key), labels)}")
     return Suite(
         name=path.stem,
         title=content.get("title", path.stem),

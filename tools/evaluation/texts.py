@@ -1,4 +1,4 @@
-"""`python eval.py MODEL --data ...`: perplexity of texts, as a table, a results file and a chart by position."""
+"""Run `python eval.py MODEL --data ...`: perplexity of texts, as a table, a results file and a chart by position."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
     print(f"{loaded.checkpoint}: {loaded.num_parameters / 1e6:,.2f} M parameters, {dtype} on {loaded.device}\n")
     out = results_file(request, located, "texts")
     results = evaluate_texts(loaded, texts, out)
-    # Each text has its own dtype: other texts of the file may have been measured in another one.
+    # Other texts of the file may have been measured in another number format.
     saved = {name: {**metrics, "dtype": dtype} for name, metrics in results.items()}
     if texts.by_position:
         write_results(out, loaded, by_position=saved)
@@ -101,7 +101,7 @@ def write_results(
 
 
 def check_texts(names: tuple[str, ...]) -> None:
-    """Raise as `IndexedTokens` and `source_files` for texts that are not there."""
+    """Raise as `IndexedTokens` and `source_files` for missing texts."""
     for name in names:
         if _is_token_file(name):
             IndexedTokens(name)

@@ -1,4 +1,4 @@
-"""What the benchmark makes of what it measured: tables, pictures, and layouts beside one GPU."""
+"""Tables and plots of the benchmark, and layouts compared with one GPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tools.benchmark import layouts
+from tools.benchmark import layouts, timing
 from tools.benchmark.report import plot_bars, plot_lines, table
 
 
-def test_numbers_are_read_as_they_are_written() -> None:
+def test_numbers_in_tables() -> None:
     values = (0.0, 0.00987, 0.0123, 999.25, 1234.6, None, 99999, 100000, "x")
     cells = table([{str(number): value for number, value in enumerate(values)}], "title")
     row = cells.splitlines()[-1].strip("| ").split(" | ")
     assert row == ["0.000", "9.9e-03", "0.012", "999.250", "1,235", "-", "99999", "100,000", "x"]
 
 
-def test_lines_and_bars_hold_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_and_bars_show_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib.pyplot as plt
 
     monkeypatch.setattr(plt, "close", lambda _: None)
@@ -38,7 +38,7 @@ def test_lines_and_bars_hold_the_figures(tmp_path: Path, monkeypatch: pytest.Mon
     assert left.get_ylim() == pytest.approx((0, 1.08 * 64))
     assert [label.get_text() for label in left.get_xticklabels()] == ["64", "128"]
     assert (left.get_xlabel(), left.get_ylabel(), right.get_ylabel()) == ("length", "time", "memory")
-    # One bar a method, the longest on top.
+    # One bar per method, the longest on top.
     plot_bars(tmp_path / "bars.png", [rows[3], rows[0]], {"ms": "time", "GiB": "memory"}, "")
     for axis, widths in zip(plt.gcf().axes, ([16, 64], [0, 16]), strict=True):
         assert [bar.get_width() for bar in axis.patches] == widths
@@ -47,8 +47,8 @@ def test_lines_and_bars_hold_the_figures(tmp_path: Path, monkeypatch: pytest.Mon
     plt.close("all")
 
 
-def test_layouts_are_those_of_twice_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each beside the one GPU that trains on the same sequences."""
+def test_layouts_have_powers_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layout is compared with one GPU on the same sequences."""
     long = 1 << 17
     found = {case.name: case for case in layouts.cases(6, 2048, 8, long)}
     alone = ("1 GPU", f"1 GPU, {long} tokens")
@@ -59,7 +59,7 @@ def test_layouts_are_those_of_twice_as_many_gpus(tmp_path: Path, monkeypatch: py
         assert math.prod(sizes) == (1 if name in alone or "data" in name else case.gpus)
         assert (case.length, case.micro_batch_size) == ((long, 1) if "tokens" in name else (2048, 8))
         assert case.peer == (alone[1] if "context" in name else alone[0])
-    assert found["pipeline 4"].accumulation == 16  # of which its stages idle for three
+    assert found["pipeline 4"].accumulation == 16  # stages are idle for three of them
     speeds = {alone[0]: 10.0, alone[1]: 5.0, "data 2": 18.0, f"context 2, {long} tokens": 8.0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -78,7 +78,7 @@ def test_layouts_are_those_of_twice_as_many_gpus(tmp_path: Path, monkeypatch: py
     assert {row["method"]: float(row["x 1 GPU"]) for row in rows} == dict(zip(speeds, (1, 0.5, 1.8, 1.6), strict=True))
 
 
-def test_a_layouts_tokens_are_those_of_its_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_a_layout_are_counted_per_data_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
         def train_step(self, batches: list[dict[str, torch.Tensor]], lr: float) -> SimpleNamespace:
             assert [batch["tokens"].shape for batch in batches] == [(2, 64)] * 3
@@ -89,7 +89,7 @@ def test_a_layouts_tokens_are_those_of_its_data_ranks(monkeypatch: pytest.Monkey
         def close(self) -> None: ...
 
     now, seconds = [0.0], iter([9.0, 8.0, 1.0, 3.0, 2.0])  # the first two do not count
-    monkeypatch.setattr(layouts.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr("tools.loading.engine.build_engine", lambda *_: Engine())
     for name, value in (("synchronize", None), ("max_memory_allocated", 3 << 30), ("reset_peak_memory_stats", None)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)

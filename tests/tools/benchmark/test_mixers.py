@@ -22,7 +22,7 @@ from tools.benchmark.report import plot_lines
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
-def test_mixers_are_timed_beside_attention(
+def test_mixers_are_compared_with_attention(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "_runs", lambda *_: 5)
@@ -39,7 +39,7 @@ def test_mixers_are_timed_beside_attention(
     ]
     assert [row["method"] for row in rows] == names
     for row in rows:
-        # No order of the two: on a busy machine the shorter one may take longer.
+        # Their order is not checked: on a busy machine either one may take longer.
         assert float(row["forward ms"]) > 0 < float(row["both ms"])
         assert float(row["tokens / s"]) == pytest.approx(16 / float(row["both ms"]) * 1e3)
     assert float(rows[0]["time / attention"]) == 1
@@ -48,7 +48,7 @@ def test_mixers_are_timed_beside_attention(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
-def test_masked_models_are_timed_beside_bert(
+def test_masked_models_are_compared_with_bert(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[int] = []
@@ -77,7 +77,7 @@ def test_masked_models_are_timed_beside_bert(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
-def test_mixers_are_listed_where_attention_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixers_are_listed_if_attention_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = {"parameters": 1, "forward ms": None, "both ms": None, "tokens / s": None, "memory GiB": None}
     fits = {**nothing, "both ms": 3.0}
     monkeypatch.setattr(
@@ -92,14 +92,14 @@ def test_mixers_are_listed_where_attention_does_not_fit(tmp_path: Path, monkeypa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
-def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_before_an_interruption_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def until(count: int, result: Any) -> Callable[..., Any]:
-        left = iter([result] * count)
+        remaining = iter([result] * count)
 
         def measured(*_: object, **__: object) -> Any:
-            if (found := next(left, None)) is None:
+            if (result := next(remaining, None)) is None:
                 raise KeyboardInterrupt
-            return found
+            return result
 
         return measured
 
@@ -109,26 +109,26 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
     monkeypatch.setattr(decode, "_measure_project", until(1, decode.Row("eager", 8, 1, 2.0, 3.0, None, 0.1)))
     tiny = ["--hidden", "32", "--heads", "4"]
     model = ["--config", "configs/model/metala_tiny.yml", "--device", "cpu", "--contexts", "8", "16"]
-    for words, kept in (
+    for words, methods in (
         (["masked", "--shapes", "8x1", "16x1", "--rounds", "1"], ["bert", "lion_lit", "lion_d", "lion_s"]),
         (["mixers", *tiny, "--only", "gla", "hgrn"], ["attention", "gla"]),
         (["decode", *model], ["eager"]),
     ):
         assert main([words[0], "--output", str(tmp_path), *words[1:]]) == 130
         rows = list(csv.DictReader((tmp_path / f"{words[0]}.csv").open(encoding="utf-8")))
-        assert [row["method"] for row in rows] == kept
+        assert [row["method"] for row in rows] == methods
 
 
-def test_paths_may_hold_what_overrides_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(masked, "run", lambda *words: asked.append(words))
+def test_output_path_may_contain_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(masked, "run", lambda *words: calls.append(words))
     out = tmp_path / "lr=1"
     main(["masked", "--output", str(out), "--shapes", "8x2", "16x1", "model.num_layers=1", "--steps", "2", "a.b=c"])
-    assert asked == [(out, "large", [(8, 2), (16, 1)], 2, 3, ["model.num_layers=1", "a.b=c"])]
+    assert calls == [(out, "large", [(8, 2), (16, 1)], 2, 3, ["model.num_layers=1", "a.b=c"])]
     assert out.is_dir()
 
 
-def test_points_of_several_batches_stand_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_of_several_batches_have_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib.pyplot as plt
 
     monkeypatch.setattr(plt, "close", lambda _: None)
@@ -145,7 +145,7 @@ def test_points_of_several_batches_stand_apart(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("values", [(1.0, 1.3), (0.2, 0.21), (3.0, 700.0)])
-def test_the_axis_of_times_has_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values) -> None:
+def test_axis_of_times_has_tick_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values) -> None:
     import matplotlib.pyplot as plt
 
     monkeypatch.setattr(plt, "close", lambda _: None)
@@ -175,7 +175,7 @@ def test_kernels_need_a_device(tmp_path: Path, command: str, capsys: pytest.Capt
     assert "no CUDA device is visible" in refusal([command, "--output", str(tmp_path)], capsys)
 
 
-def test_masked_figures_follow_from_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_masked_models_follow_from_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"bert": [[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]], "lion_s": [[4.0, 5.0, 6.0], [8.0, 8.0, 8.0]]}
     left = {name: iter(times.get(name, times["bert"])) for name in masked.MODELS}
     monkeypatch.setattr(masked, "_measure", lambda name, *_: masked.Timing(next(left[name]), 1.5, 7.0))
@@ -187,7 +187,7 @@ def test_masked_figures_follow_from_the_times(tmp_path: Path, monkeypatch: pytes
     assert found["lion_s"] == pytest.approx([7000, 3.5, 3 / 7, 64 / 7, 1.5, 7])
 
 
-def test_masked_models_are_asked_for_what_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_samples_have_targets_at_masked_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """30 % of the tokens; and learned positions reach as far as the rows."""
     seen: list[dict[str, torch.Tensor]] = []
 
@@ -204,15 +204,15 @@ def test_masked_models_are_asked_for_what_is_hidden(monkeypatch: pytest.MonkeyPa
     assert len(timing.seconds) == 2
     assert built[0].model.max_positions == 1024
     for batch in seen:
-        asked = batch["loss_weight"] == 1
-        assert 0.25 < asked.float().mean() < 0.35
-        assert (batch["tokens"][asked] == 103).all()
-        assert (batch["labels"][~asked] == -100).all()
-        assert (batch["labels"][asked] >= 1000).all()
-        assert batch["tokens"][~asked].min() >= 1000
+        masked_tokens = batch["loss_weight"] == 1
+        assert 0.25 < masked_tokens.float().mean() < 0.35
+        assert (batch["tokens"][masked_tokens] == 103).all()
+        assert (batch["labels"][~masked_tokens] == -100).all()
+        assert (batch["labels"][masked_tokens] >= 1000).all()
+        assert batch["tokens"][~masked_tokens].min() >= 1000
 
 
-def test_a_mixers_figures_follow_from_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_a_mixer_follow_from_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients: list[bool] = []
 
     def timer(step: Callable[[], object], leaves: list[torch.Tensor]) -> float:
@@ -234,7 +234,7 @@ def test_a_mixers_figures_follow_from_its_times(tmp_path: Path, monkeypatch: pyt
     assert [float(row["time / attention"]) for row in rows] == [1, 1.5]
 
 
-def test_times_are_milliseconds_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_milliseconds_per_run(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     for name, value in (("synchronize", None), ("memory_allocated", 2**30), ("max_memory_allocated", 4 * 2**30)):
@@ -253,8 +253,8 @@ def test_times_are_milliseconds_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [measure._runs(ms, 0.2) for ms in (0.1, 4.0, 1000.0)] == [200, 50, 5]
 
 
-def test_the_ways_of_lion_are_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels, the formula and the two flipped causal calls that are timed: gradients of the same inputs."""
+def test_measured_forms_of_lion_have_equal_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare kernels, formula and two flipped causal calls."""
 
     def causal(q, k, v, g, scale):
         state = torch.zeros(*q[:, 0].shape, v.shape[-1])
@@ -284,7 +284,7 @@ def test_the_ways_of_lion_are_one_layer(monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(flipped, ours, rtol=1e-4, atol=1e-5)
 
 
-def test_errors_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_relative_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative to float32, of the output and each gradient under its name; beside a peer, its own figure over the peer's."""
     monkeypatch.setattr(kernels, "HEADS", 2)
     monkeypatch.setattr(kernels, "HEAD_DIM", 8)

@@ -46,7 +46,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run that is ended by SIGTERM after its first subject, and what it printed."""
+    """Return a run that SIGTERM ended after its first model, and its output."""
     folder = tmp_path_factory.mktemp("interrupted")
     words = ["train", "--output", str(folder), "--subjects", "metalion", "llama", "--steps", "2"]
     # The second shape does not fit into the address space that the process is given.
@@ -66,7 +66,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, out
 
 
-def test_what_was_measured_before_a_signal_is_kept(interrupted: tuple[Path, str]) -> None:
+def test_rows_before_a_signal_are_reported(interrupted: tuple[Path, str]) -> None:
     folder, out = interrupted
     rows = read(folder / "train.csv")
     assert [(row["method"], row["length"]) for row in rows[:2]] == [("metalion", "16"), ("metalion", "16")]
@@ -88,7 +88,7 @@ def test_a_shape_that_does_not_fit_is_a_row(interrupted: tuple[Path, str]) -> No
     assert float(rows[2]["tokens/s"]) > 0  # and the next one is measured
 
 
-def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_run_adds_the_peers(interrupted: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = interrupted
     before = [line for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines() if '"row"' in line]
     words = ["train", "--output", str(folder), "--steps", "2", "--shapes", "16x2", "--resume", *TINY]
@@ -125,14 +125,14 @@ def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.
 
 
 @pytest.mark.parametrize("length", [32, 2048])
-def test_a_peers_recurrence_counts_as_the_projects(length: int) -> None:
+def test_recurrence_flops_equal_the_projects(length: int) -> None:
     config = ModelConfig(vocab_size=8, num_layers=1, hidden_size=512, num_heads=2, mixers=("retnet",))
     mixer = MIXERS["retnet"](config, 0, config.options_of("retnet"))
     maps = 2 * sum(p.numel() for p in mixer.parameters() if p.ndim == 2)
     assert _recurrence_flops(2, 256, 512)(length) == 3 * (mixer.flops_per_token(length) - maps)
 
 
-def test_a_peers_step_is_clipped_and_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_of_a_peer_is_clipped_and_clears_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     clipped: list[tuple[list[torch.nn.Parameter], float]] = []
     clip = torch.nn.utils.clip_grad_norm_
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda p, most: (clipped.append((p, most)), clip(p, most)))
@@ -143,25 +143,25 @@ def test_a_peers_step_is_clipped_and_leaves_no_gradients(monkeypatch: pytest.Mon
     losses = [peer.step(tokens) for _ in range(2)]
     assert losses[1] < losses[0] == pytest.approx(math.log(64), abs=0.3)
     ((parameters, most), _) = clipped
-    assert peer.parameters == 64 * 32 + (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32  # of the size that is asked
+    assert peer.parameters == 64 * 32 + (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32  # the requested size
     assert (sum(p.numel() for p in parameters), most) == (peer.parameters, 1.0)
     assert all(p.grad is None for p in parameters)
 
 
-def test_figures_are_of_the_median_step() -> None:
+def test_columns_are_of_the_median_step() -> None:
     row = {"length": 4, "batch": 2, "flops a token": 10.0, "steps s": [1.0, 2.0, 9.0]}
     found = _figures(row, 80.0)
     assert (found["step s"], found["tokens/s"], found["MFU"], found["spread"]) == (2.0, 4.0, 0.5, 4.0)
     assert _figures({"length": 4, "batch": 2, "error": "out of memory"}, 80.0)["tokens/s"] is None
 
 
-def test_a_subject_over_its_limit_leaves_the_others(tmp_path: Path) -> None:
+def test_time_limit_ends_one_model(tmp_path: Path) -> None:
     words = ["train", "--output", str(tmp_path), "--subjects", "metalion", "--steps", "1000000", "--limit", "5"]
     main([*words, "--shapes", "16x2", "8x2", *TINY])
     assert [row["error"] for row in read(tmp_path / "train.csv")] == ["over 5 s", "over 5 s"]
 
 
-def test_cold_is_a_start_with_empty_caches_before_the_one_that_is_measured(tmp_path: Path) -> None:
+def test_cold_first_measures_a_start_with_empty_caches(tmp_path: Path) -> None:
     main(
         [
             "train",
@@ -184,14 +184,14 @@ def test_cold_is_a_start_with_empty_caches_before_the_one_that_is_measured(tmp_p
     assert [word in log for word in ('"first_only": true', '"first_only": false')] == [True, True]
 
 
-def test_lengths_share_one_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[training.Plan] = []
-    monkeypatch.setattr(training, "run", lambda _, plan: asked.append(plan))
+def test_lengths_have_equal_tokens_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[training.Plan] = []
+    monkeypatch.setattr(training, "run", lambda _, plan: plans.append(plan))
     common = ["train", "--output", str(tmp_path), "--peak", "2.5", "--lengths", "16", "64"]
     main(common)
     main([*common, "--tokens", "256", "--shapes", "8x3", "64x4", "model.num_layers=1"])
-    assert [plan.shapes for plan in asked] == [((16, 4), (64, 1)), ((8, 3), (64, 4), (16, 16))]
-    assert (asked[0].peak, asked[1].overrides) == (2.5e12, ("model.num_layers=1",))
+    assert [plan.shapes for plan in plans] == [((16, 4), (64, 1)), ((8, 3), (64, 4), (16, 16))]
+    assert (plans[0].peak, plans[1].overrides) == (2.5e12, ("model.num_layers=1",))
 
 
 def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,7 @@ def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not list(tmp_path.iterdir())
 
 
-def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_of_the_profile_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["profile", "--output", str(tmp_path), "--steps", "2", "--trace", "--shape", "64x2", *TINY]
     main([*words, "model.num_layers=2", "model.hidden_size=64"])
     parts = {row["part"]: row for row in read(tmp_path / "profile_parts.csv")}
@@ -263,11 +263,11 @@ def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("vectorized_elementwise_kernel", ("aten::add",), "block", "other"),
     ],
 )
-def test_every_kernel_has_its_part(kernel: str, operators: tuple[str, ...], module: str, part: str) -> None:
+def test_part_of_a_kernel(kernel: str, operators: tuple[str, ...], module: str, part: str) -> None:
     assert part_of(kernel, operators, module) == part
 
 
-def test_rates_follow_from_the_shapes() -> None:
+def test_flops_follow_from_shapes() -> None:
     product = KernelCall("gemm", ("aten::mm",), "block.mlp", 100.0, 2e9, None)
     copy = KernelCall("copy", ("aten::copy_",), "block.mlp", 50.0, None, 1e8)
     kernels = by_kernel([product, product, copy, copy], steps=2, whole=2.0)
@@ -285,7 +285,7 @@ def test_rates_follow_from_the_shapes() -> None:
     assert row["TFLOP/s"] == pytest.approx(20)
 
 
-def test_kernels_side_by_side_keep_the_device_busy_once() -> None:
+def test_overlapping_kernels_count_once() -> None:
     ranges = [(0, 10), (5, 12), (6, 8), (20, 25), (30, 30)]
     events = [
         SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA, time_range=SimpleNamespace(start=start, end=end))
@@ -314,7 +314,7 @@ def test_kernels_side_by_side_keep_the_device_busy_once() -> None:
         ("index_select", None),
     ],
 )
-def test_bytes_are_those_that_move(operator: str, moved: int | None) -> None:
+def test_bytes_of_an_operator(operator: str, moved: int | None) -> None:
     """Inputs once, the result once; not the whole of a table of which rows are read."""
     a, b, column, index = torch.ones(48, 32), torch.ones(32, 8), torch.ones(48, 1), torch.zeros(5, dtype=torch.long)
     calls = {
@@ -339,7 +339,7 @@ def test_bytes_are_those_that_move(operator: str, moved: int | None) -> None:
     assert pieces[-1].flops == flops.get(operator)
 
 
-def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
+def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
     words = [
         "train",
         "--output",
@@ -364,7 +364,7 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
     while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
         if time.monotonic() > end:
             os.kill(child, signal.SIGKILL)
-            pytest.fail("the worker goes on without its parent")
+            pytest.fail("the worker outlives its parent")
         time.sleep(0.1)
 
 

@@ -1,4 +1,4 @@
-"""A trained run, the suites' data in miniature, and the real data where they are at hand."""
+"""A trained run and small data sets of the suites."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORDS = [
 
 @pytest.fixture(scope="session")
 def eval_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made-up rows in the schema of every task of the suites, eight of each, some longer than a tiny model sees."""
+    """Write eight rows of every task of the suites. Some are longer than the length of a tiny model."""
     root = tmp_path_factory.mktemp("eval_data")
     for path, rows in made_up_rows().items():
         write_rows(root / path, rows)
@@ -42,7 +42,7 @@ def eval_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """JSON lines, packed when the name says so."""
+    """Write JSON lines, compressed for the suffix .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if path.suffix == ".gz":
@@ -52,7 +52,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def made_up_rows(count: int = 8, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """File -> rows."""
+    """Return file -> rows."""
     draw = random.Random(seed)
 
     def text(low: int = 2, high: int = 7) -> str:

@@ -1,4 +1,4 @@
-"""The benchmark measures both sides on the same requests, says what each did, and survives being stopped."""
+"""The benchmark measures both sides on the same requests and estimates the rest of a stopped side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from tools.benchmark_evaluation import Timing, main
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.full_size_sets import SIZES, write_whole_sets
-from tools.evaluation.progress import TimeUpError, Watch, follow
+from tools.evaluation.progress import ProgressMonitor, TimeUpError, attach_monitor
 from tools.loading.model import load_model
 
 
@@ -29,9 +29,9 @@ def lm(trained_run: Path) -> ProjectLM:
     return ProjectLM(loaded.model, loaded.tokenizer, max_length=96, progress=False, batch_tokens=500)
 
 
-def test_both_sides_and_what_they_did(trained_run, eval_data, tmp_path, capsys):
-    given = ["--data-dir", str(eval_data), "--checkpoint", str(trained_run), "--device", "cpu", "--dtype", "fp32"]
-    assert main([*given, "--scale", "0.0005", "--max-length", "1024", "--output", str(tmp_path)]) == 0
+def test_both_sides_answer_the_same_requests(trained_run, eval_data, tmp_path, capsys):
+    words = ["--data-dir", str(eval_data), "--checkpoint", str(trained_run), "--device", "cpu", "--dtype", "fp32"]
+    assert main([*words, "--scale", "0.0005", "--max-length", "1024", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["largest_difference"] < 1e-4
@@ -46,9 +46,9 @@ def test_both_sides_and_what_they_did(trained_run, eval_data, tmp_path, capsys):
     assert "hf over metalion" in printed
     assert "estimated" not in printed
 
-    # Stopped at once, one side alone.
+    # One side, stopped at once.
     assert (
-        main([*given, "--scale", "0.0005", "--only", "hf", "--limit-minutes", "1e-6", "--output", str(tmp_path)]) == 0
+        main([*words, "--scale", "0.0005", "--only", "hf", "--limit-minutes", "1e-6", "--output", str(tmp_path)]) == 0
     )
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found.keys() == {"hf"}
@@ -56,54 +56,54 @@ def test_both_sides_and_what_they_did(trained_run, eval_data, tmp_path, capsys):
     assert found["hf"]["requests"] <= 1
 
 
-def test_a_watch_counts_every_answer_and_stops(lm):
-    asked = requests()
-    expected = lm.loglikelihood(asked)
+def test_monitor_records_every_answer(lm):
+    instances = requests()
+    expected = lm.loglikelihood(instances)
     out, now = io.StringIO(), [0.0]
 
     def clock() -> float:
         now[0] += 1.0
         return now[0]
 
-    watch = Watch("tiny", out, clock=clock)
-    follow(lm, watch)
-    watch.start()
-    assert lm.loglikelihood(asked) == expected
-    assert [watch.answers[request.args] for request in asked] == [value for value, _ in expected]
-    assert (watch.answered, watch.share) == (len(asked), 1.0)
-    assert watch.answered_tokens == sum(watch.tokens) == lm.counts.asked_tokens // 2
-    assert 0 < watch.began < watch.ready < watch.ended
+    monitor = ProgressMonitor("tiny", out, clock=clock)
+    attach_monitor(lm, monitor)
+    monitor.start()
+    assert lm.loglikelihood(instances) == expected
+    assert [monitor.answers[request.args] for request in instances] == [value for value, _ in expected]
+    assert (monitor.answered, monitor.share) == (len(instances), 1.0)
+    assert monitor.answered_tokens == sum(monitor.tokens) == lm.counts.tokens // 2
+    assert 0 < monitor.received < monitor.tokenised < monitor.ended
     lines = out.getvalue().splitlines()
     assert "60 requests" in lines[0]
     assert "tokenised in" in lines[1]
     assert "of the tokens" in lines[-1]
 
 
-def test_a_side_that_is_stopped_says_how_far_it_came(lm):
+def test_stopped_side_has_its_share(lm):
     now = [0.0]
 
     def clock() -> float:
         now[0] += 1.0
         return now[0]
 
-    watch = Watch("tiny", io.StringIO(), limit=12.0, clock=clock)
-    follow(lm, watch)
-    watch.start()
+    monitor = ProgressMonitor("tiny", io.StringIO(), limit=12.0, clock=clock)
+    attach_monitor(lm, monitor)
+    monitor.start()
     with pytest.raises(TimeUpError, match="tiny: stopped after"):
         lm.loglikelihood(requests())
-    assert 0 < watch.answered < 60
-    assert 0 < watch.share < 1
-    assert watch.tokens_a_second == pytest.approx(watch.answered_tokens / (watch.ended - watch.ready))
+    assert 0 < monitor.answered < 60
+    assert 0 < monitor.share < 1
+    assert monitor.tokens_per_second == pytest.approx(monitor.answered_tokens / (monitor.ended - monitor.tokenised))
 
 
-def test_what_a_stopped_side_would_have_taken() -> None:
-    """A quarter was answered in 8 of 12 seconds: what is not scoring is done once."""
+def test_time_of_a_stopped_side_is_estimated() -> None:
+    # A quarter was answered in 8 of 12 seconds. Only the scoring takes longer for all requests.
     stopped = Timing("hf", total=12.0, tokenising=3.0, scoring=8.0, requests=5, tokens=80, share=0.25, answers={})
-    assert (stopped.whole, stopped.asking, stopped.tokens_a_second) == (36.0, 35.0, 10.0)
+    assert (stopped.whole, stopped.model_time, stopped.tokens_per_second) == (36.0, 35.0, 10.0)
     assert replace(stopped, share=1.0).whole == 12.0
 
 
-def test_whole_sets_have_the_sizes_of_the_real_ones(eval_data, tmp_path):
+def test_filled_sets_have_the_sizes_of_the_whole_sets(eval_data, tmp_path):
     def rows(folder: Path, name: str) -> list[Any]:
         return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 

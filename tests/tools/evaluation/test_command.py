@@ -1,4 +1,4 @@
-"""`python eval.py` with suites: what it writes, other models beside, and what it says about bad input."""
+"""`python eval.py` with suites: results, tables, Hugging Face models and refused input."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ import eval as command
 from tests.cli.conftest import ROOT, environment
 from tests.parity.launch import free_port
 from tools import convert_hf
-from tools.evaluation.harness import read_results
 from tools.evaluation.open_model import checkpoint_hash, locate_model, open_model
 from tools.evaluation.report import latex, suite_table
 from tools.evaluation.request import EvaluationRequest
+from tools.evaluation.results_file import read_results
 from tools.evaluation.suites import read_suite, task_suite
 from tools.loading.model import load_model
 from tools.reporting.tables import plain_table
@@ -33,7 +33,7 @@ BOTH = ["--suite", "superglue,commonsense", "--device", "cpu", "--max-length", "
 
 @pytest.fixture(scope="module")
 def evaluated(trained_run: Path, eval_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The results file of both suites, and what was printed."""
+    """Return the results file of both suites, and the output."""
     import contextlib
     import io
 
@@ -44,7 +44,7 @@ def evaluated(trained_run: Path, eval_data: Path, tmp_path_factory: pytest.TempP
     return out, said.getvalue()
 
 
-def test_results_are_the_harnesss_own_format(evaluated, trained_run):
+def test_results_have_the_harness_format(evaluated, trained_run):
     content = read_results(evaluated[0])
     assert {"results", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "config"} <= content.keys()
     assert {"git_hash", "date", "lm_eval_version", "task_hashes", "group_subtasks"} <= content.keys()
@@ -53,14 +53,14 @@ def test_results_are_the_harnesss_own_format(evaluated, trained_run):
     assert content["n-samples"]["piqa"] == {"original": 8, "effective": 8}
     assert content["n-shot"]["piqa"] == 0
     assert content["config"]["limit"] is None
-    ours = content["metalion"]
-    assert ours["model"]["sha256"] == checkpoint_hash(load_model(trained_run, device="cpu").checkpoint)
-    assert all(len(digest) == 64 for files in ours["data"].values() for digest in files.values())
-    assert ours["truncated"]["boolq"] > 0
-    assert ours["longest_request"] > ours["max_length"] == 96
-    assert ours["tokens_read"] < ours["tokens_asked"]
-    assert ours["chance"]["hellaswag"] == 0.25
-    assert len(ours["documents"]["multirc"]["exact_match"]["ids"]) == 3
+    section = content["metalion"]
+    assert section["model"]["sha256"] == checkpoint_hash(load_model(trained_run, device="cpu").checkpoint)
+    assert all(len(digest) == 64 for files in section["data"].values() for digest in files.values())
+    assert section["truncated"]["boolq"] > 0
+    assert section["longest_request"] > section["max_length"] == 96
+    assert section["tokens_read"] < section["tokens_asked"]
+    assert section["chance"]["hellaswag"] == 0.25
+    assert len(section["documents"]["multirc"]["exact_match"]["ids"]) == 3
     samples = [json.loads(line) for line in (evaluated[0].parent / "samples_copa.jsonl").read_text().splitlines()]
     assert len(samples) == 8
     assert not (evaluated[0].parent / "answers").exists()
@@ -70,7 +70,7 @@ def values(content: dict[str, Any], task: str, metric: str) -> list[float]:
     return content["metalion"]["documents"][task][metric]["values"]
 
 
-def test_tables_hold_the_papers_rows(evaluated):
+def test_tables_contain_the_published_rows(evaluated):
     out, said = evaluated
     for text in (said, out.with_suffix(".md").read_text(), out.with_suffix(".tex").read_text()):
         assert "MetaLA 360M (paper), 15B tokens" in text
@@ -86,14 +86,14 @@ def test_tables_hold_the_papers_rows(evaluated):
     assert r"acc\_norm" in tex
 
 
-def test_averages_are_the_papers_means(evaluated):
+def test_averages_are_means_of_their_columns(evaluated):
     content = read_results(evaluated[0])
     table = suite_table(read_suite("superglue"), [("m", content)])
     cells = table.rows[0].cells
     mean = np.mean([cells[label][0] for label in ("WSC", "WiC", "RTE", "CB", "MultiRC", "BoolQ", "COPA")])
     assert table.average_of(table.rows[0]) == pytest.approx(mean)
     assert table.chance["COPA"] == table.chance["BoolQ"] == 50
-    assert not table.chance.keys() & {"CB", "MultiRC"}, "guessing has no one F1 or exact match"
+    assert not table.chance.keys() & {"CB", "MultiRC"}, "F1 and exact match have no chance level"
     commonsense = suite_table(read_suite("commonsense"), [("m", content)])
     assert "LAMBADA" not in commonsense.average
     cells = commonsense.rows[0].cells
@@ -106,7 +106,7 @@ def test_averages_are_the_papers_means(evaluated):
     plain_table(*table.text_rows())
 
 
-def test_without_leaves_an_empty_cell_and_no_average(trained_run, eval_data, tmp_path, capsys):
+def test_excluded_task_has_an_empty_cell_and_no_average(trained_run, eval_data, tmp_path, capsys):
     arguments = [str(trained_run), "--suite", "superglue", "--without", "wic,multirc,boolq", "--device", "cpu"]
     assert command.main([*arguments, "--data-dir", str(eval_data), "--out", str(tmp_path / "r.json")]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny, step 30"))
@@ -114,23 +114,23 @@ def test_without_leaves_an_empty_cell_and_no_average(trained_run, eval_data, tmp
     assert row.split()[-1] == "-"
 
 
-def test_a_task_with_named_filters_is_summarised(tmp_path):
-    from tools.evaluation.command import _summarise
+def test_scores_of_named_filters_are_added_to_the_run(tmp_path):
+    from tools.evaluation.command import _add_to_run
 
     filtered = {"alias": "gsm8k", "exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": "N/A"}
     results = {"results": {"gsm8k": {**filtered, "exact_match,flexible-extract": 0.5}}}
     summary = tmp_path / "results.json"
     summary.write_text(json.dumps({"checkpoint": str(tmp_path.resolve())}))
-    _summarise(tmp_path, tmp_path, results, Namespace(suites=[task_suite(["gsm8k"])]))
+    _add_to_run(tmp_path, tmp_path, results, Namespace(suites=[task_suite(["gsm8k"])]))
     assert json.loads(summary.read_text())["results"]["tasks"] == {
         "gsm8k": {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
     }
 
 
-def test_results_are_written_before_they_are_summarised(trained_run, eval_data, tmp_path, monkeypatch, capsys):
+def test_results_are_written_before_the_run_results(trained_run, eval_data, tmp_path, monkeypatch, capsys):
     from tools.evaluation import command as suites
 
-    monkeypatch.setattr(suites, "_summarise", lambda *_: (_ for _ in ()).throw(ValueError("a damaged summary")))
+    monkeypatch.setattr(suites, "_add_to_run", lambda *_: (_ for _ in ()).throw(ValueError("a damaged summary")))
     words = [str(trained_run), "--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data)]
     assert command.main([*words, "--out", str(tmp_path / "r.json")]) == 2
     assert "a damaged summary" in capsys.readouterr().err
@@ -139,7 +139,7 @@ def test_results_are_written_before_they_are_summarised(trained_run, eval_data, 
 
 
 def tiny_huggingface(folder: Path, kind: str, tokenizer: Path) -> Path:
-    """A random Hugging Face model of a few thousand weights, with a tokenizer of its own."""
+    """Write a random Hugging Face model of a few thousand weights, and its tokenizer."""
     import torch
     from transformers import (
         GPTNeoXConfig,
@@ -185,7 +185,7 @@ MAMBA = pytest.param(
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", MAMBA])
-def test_other_models_stand_in_the_same_table(kind, bpe, eval_data, evaluated, tmp_path, capsys):
+def test_huggingface_model_is_in_the_same_table(kind, bpe, eval_data, evaluated, tmp_path, capsys):
     folder = tiny_huggingface(tmp_path / kind, kind, bpe)
     out = tmp_path / "out" / "results.json"
     arguments = [str(folder), "--suite", "superglue", "--device", "cpu", "--max-length", "128"]
@@ -199,7 +199,7 @@ def test_other_models_stand_in_the_same_table(kind, bpe, eval_data, evaluated, t
     assert re.search(r"copa +acc +8 ", capsys.readouterr().out)
 
 
-def test_code_that_a_model_brings_is_run_where_the_flag_says_so(trained_run, eval_data, tmp_path, capsys):
+def test_code_of_a_model_runs_only_with_the_flag(trained_run, eval_data, tmp_path, capsys):
     assert convert_hf.main(["export", str(trained_run), str(tmp_path / "exported")]) == 0
     folder = (tmp_path / "exported").rename(tmp_path / "brought")
     (folder / "SHA256SUMS").unlink()
@@ -208,21 +208,23 @@ def test_code_that_a_model_brings_is_run_where_the_flag_says_so(trained_run, eva
     words = [str(folder), "--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data), "--no-progress"]
     assert command.main(words) == 2
     assert not (tmp_path / "ran").exists()
-    assert f"error: {folder}: it brings Python code of its own" in (said := capsys.readouterr().err)
+    assert f"error: {folder}: it contains Python code" in (said := capsys.readouterr().err)
     assert "--trust-remote-code" in said
     assert command.main([*words, "--trust-remote-code", "--out", str(tmp_path / "results.json")]) == 0
     assert (tmp_path / "ran").exists()
     assert "Running loglikelihood" not in capsys.readouterr().err
 
 
-def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_data, tmp_path, monkeypatch):
-    """And the requests that were cut are counted, also those that were answered before the interruption."""
+def test_cache_of_a_model_is_not_used_for_another_of_its_name(bpe, eval_data, tmp_path, monkeypatch):
+    """Also count truncated requests that were answered before the interruption."""
     from tools.evaluation import command as suites
     from tools.evaluation.huggingface import HuggingFaceLM
 
-    asked = []
-    ask = HuggingFaceLM._loglikelihood_tokens
-    monkeypatch.setattr(HuggingFaceLM, "_loglikelihood_tokens", lambda *a, **k: asked.append(len(a[1])) or ask(*a, **k))
+    calls: list[int] = []
+    score = HuggingFaceLM._loglikelihood_tokens
+    monkeypatch.setattr(
+        HuggingFaceLM, "_loglikelihood_tokens", lambda *a, **k: calls.append(len(a[1])) or score(*a, **k)
+    )
     monkeypatch.chdir(tmp_path)  # no --out: both are runs/evaluation/exported
     words = ["--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data), "--max-length", "48"]
     one, two = (str(tiny_huggingface(tmp_path / kind / "exported", kind, bpe)) for kind in ("llama", "gpt_neox"))
@@ -230,19 +232,18 @@ def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_
         stopped.setattr(suites, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert command.main([one, *words]) == 130
         assert command.main([one, *words, "--max-length", "64"]) == 130
-    assert asked == [16, 16]
+    assert calls == [16, 16]
     assert command.main([two, *words, "--out", "runs/evaluation/exported/two.json"]) == 0
-    assert asked == [16, 16, 16]
+    assert calls == [16, 16, 16]
     assert command.main([one, *words]) == 0
-    assert asked == [16, 16, 16], "its own answers are kept, and taken"
-    ours = read_results(Path("runs/evaluation/exported"))["metalion"]
-    assert ours["requests"] == {"copa": 16}
-    assert 0 < ours["truncated"]["copa"] <= 16
-    assert ours["longest_request"] > 49
+    assert calls == [16, 16, 16], "its own answers are cached"
+    section = read_results(Path("runs/evaluation/exported"))["metalion"]
+    assert section["requests"] == {"copa": 16}
+    assert 0 < section["truncated"]["copa"] <= 16
+    assert section["longest_request"] > 49
 
 
-def test_kept_answers_are_of_weights_number_format_and_length(trained_run, tmp_path):
-    """An interrupted evaluation is not gone on with by another one."""
+def test_cache_depends_on_weights_number_format_and_length(trained_run, tmp_path):
     earlier = trained_run / "checkpoints" / "step_00000010"
     keys = []
     for model, *more in (
@@ -260,7 +261,7 @@ def test_kept_answers_are_of_weights_number_format_and_length(trained_run, tmp_p
     assert opened.name == opened.lm.name == "short"
 
 
-def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, capsys):
+def test_too_large_tokenizer_is_refused(bpe, eval_data, tmp_path, capsys):
     import tokenizers
 
     folder = tiny_huggingface(tmp_path / "model", "llama", bpe)
@@ -269,7 +270,7 @@ def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, caps
     model.save(str(folder / "tokenizer.json"))
     arguments = [str(folder), "--suite", "superglue", "--device", "cpu", "--data-dir", str(eval_data)]
     assert command.main(arguments) == 2
-    assert "not the tokenizer that the model was trained with" in capsys.readouterr().err
+    assert "it is not the model's tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,10 @@ def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, caps
             ["--tasks", "copa", "--data-dir", "{tmp}"],
             r"copa: the data folder lacks its file, .*super_glue/copa/validation",
         ),
-        (["--suite", "superglue", "--without", "copaa"], r"--without copaa: it is none .* asked; did you mean copa\?"),
+        (
+            ["--suite", "superglue", "--without", "copaa"],
+            r"--without copaa: it is none of the requested tasks; did you mean copa\?",
+        ),
         (["--tasks", "logiqa"], "logiqa: its data set on the hub is a script"),
         (["--suite", "superglue", "--without", "wsc,wic,sglue_rte,cb,multirc,boolq,copa"], "nothing to evaluate"),
     ],

@@ -1,4 +1,4 @@
-"""Paired significance against the textbook, by hand and by counting every swap."""
+"""Paired tests equal the formulas and the enumeration of every swap."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from math import comb
 import numpy as np
 import pytest
 
-from tools.evaluation.harness import documents, metric_value, read_results
-from tools.evaluation.report import metrics_of
-from tools.evaluation.significance import SWAPS, compare, comparison_rows, difference, left_out
+from tools.evaluation.document_metrics import metric_value, metrics_by_document, metrics_of
+from tools.evaluation.results_file import read_results
+from tools.evaluation.significance import SWAPS, compare, comparison_rows, difference, excluded_metrics
 
 
 def results(documents: dict, title: str = "model") -> dict:
@@ -21,23 +21,23 @@ def entry(values: list, ids: list[str] | None = None) -> dict:
     return {"ids": ids or [str(i) for i in range(len(values))], "values": values}
 
 
-def test_right_and_wrong_is_the_sign_test():
+def test_right_or_wrong_outcomes_take_the_sign_test():
     first = np.array([1.0] * 10 + [0.0] * 10)
     second = np.array([1.0] * 8 + [0.0] * 2 + [1.0] * 9 + [0.0])
-    found = difference("t", "acc", first, second)
+    result = difference("t", "acc", first, second)
     n, k = 11, 2  # 2 lost, 9 gained
-    assert found.p == pytest.approx(2 * sum(comb(n, i) for i in range(k + 1)) / 2**n)
-    assert (found.first, found.second, found.change) == (0.5, 0.85, pytest.approx(0.35))
-    assert found.stderr == pytest.approx(np.std(second - first, ddof=1) / np.sqrt(20))
+    assert result.p == pytest.approx(2 * sum(comb(n, i) for i in range(k + 1)) / 2**n)
+    assert (result.first, result.second, result.change) == (0.5, 0.85, pytest.approx(0.35))
+    assert result.stderr == pytest.approx(np.std(second - first, ddof=1) / np.sqrt(20))
 
 
-def test_equal_models_are_equal():
+def test_equal_models_have_p_one():
     values = np.array([1.0, 0.0, 1.0])
     assert difference("t", "acc", values, values).p == 1.0
     assert difference("t", "perplexity", -values, -values).p == 1.0
 
 
-def test_the_same_documents_in_another_order_are_paired_by_what_they_hold():
+def test_documents_are_paired_by_content():
     first = results({"t": {"acc": entry([1, 0, 1, 0], ["0:aa", "1:bb", "2:cc", "3:aa"])}})
     second = results({"t": {"acc": entry([1, 1, 0, 0], ["0:cc", "1:aa", "2:aa", "3:bb"])}})
     (found,) = compare(first, second)
@@ -46,7 +46,7 @@ def test_the_same_documents_in_another_order_are_paired_by_what_they_hold():
 
 
 def all_swaps(statistic, first, second) -> float:
-    """p by trying every way to swap the documents."""
+    """Return p by enumeration of all swaps."""
     observed = abs(statistic(second) - statistic(first))
     reached = 0
     for swap in itertools.product([False, True], repeat=len(first)):
@@ -56,41 +56,41 @@ def all_swaps(statistic, first, second) -> float:
     return reached / 2 ** len(first)
 
 
-def test_perplexity_is_tested_as_a_perplexity():
+def test_perplexity_is_compared_as_a_perplexity():
     draw = np.random.default_rng(0)
     first = -draw.exponential(3, 9)
     second = first + 0.8 + draw.normal(0, 0.5, 9)
     expected = all_swaps(lambda x: np.exp(-x.mean()), first, second)
-    found = difference("lambada_openai", "perplexity", first, second)
-    assert found.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
-    assert found.second == pytest.approx(np.exp(-second.mean()))
+    result = difference("lambada_openai", "perplexity", first, second)
+    assert result.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
+    assert result.second == pytest.approx(np.exp(-second.mean()))
 
 
 def macro_f1(pairs: np.ndarray) -> float:
-    said, true = pairs.T
+    predicted, true = pairs.T
     scores = []
     for k in range(3):
-        hits = float(((said == k) & (true == k)).sum())
-        named = float((said == k).sum() + (true == k).sum())
-        scores.append(2 * hits / named if named else 0.0)
+        hits = float(((predicted == k) & (true == k)).sum())
+        positive = float((predicted == k).sum() + (true == k).sum())
+        scores.append(2 * hits / positive if positive else 0.0)
     return float(np.mean(scores))
 
 
-def test_cb_is_tested_as_its_macro_f1():
+def test_cb_is_compared_by_macro_f1():
     true = np.array([0, 1, 2, 0, 1, 2, 0, 1, 0])
     first = np.stack([np.array([0, 1, 2, 0, 1, 2, 0, 1, 1]), true], 1).astype(float)
     second = np.stack([np.array([0, 0, 1, 0, 0, 2, 1, 1, 0]), true], 1).astype(float)
     from lm_eval.tasks.super_glue.cb.aggregate import cb_multi_fi
 
     assert macro_f1(first) == pytest.approx(cb_multi_fi(first.tolist())), "the harness's own"
-    found = difference("cb", "f1", first, second)
-    assert (found.first, found.second) == (pytest.approx(macro_f1(first)), pytest.approx(macro_f1(second)))
+    result = difference("cb", "f1", first, second)
+    assert (result.first, result.second) == (pytest.approx(macro_f1(first)), pytest.approx(macro_f1(second)))
     expected = all_swaps(macro_f1, first, second)
-    assert found.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
-    assert found.stderr is None
+    assert result.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
+    assert result.stderr is None
 
 
-def test_pairing_is_by_document_whatever_the_order():
+def test_pairing_does_not_depend_on_the_order():
     a = results({"piqa": {"acc": entry([1.0, 0.0, 1.0], ["x", "y", "z"])}})
     b = results({"piqa": {"acc": entry([0.0, 1.0, 1.0], ["z", "w", "x"])}})
     (found,) = compare(a, b)
@@ -110,35 +110,34 @@ def test_holm_corrects_for_the_number_of_comparisons():
     assert [row[-1] for row in rows] == ["significant", "", "", ""]
 
 
-def test_holm_goes_from_the_smallest_p_and_never_down():
-    """All of k documents differ: p = 2^(1 - k). Times three, then two, then one, where the one before was more."""
+def test_adjusted_p_values_are_monotone():
+    """All of k documents differ: p = 2^(1 - k). The factors are three, two and one; a value is at least its predecessor."""
     tasks = {"a": 6, "b": 8, "c": 6}
     none, all_of_them = ({t: {"acc": entry([x] * k)} for t, k in tasks.items()} for x in (0.0, 1.0))
     found = {d.task: d.adjusted for d in compare(results(none), results(all_of_them))}
     assert found == pytest.approx({"a": 2 / 2**5, "b": 3 / 2**7, "c": 2 / 2**5})
 
 
-def test_no_p_is_zero():
-    """The swaps that were not drawn could have reached the difference too."""
+def test_p_is_never_zero():
     values = np.linspace(1.0, 2.0, 50)
     assert difference("t", "acc", values, values + 1).p == 1 / (SWAPS + 1)
 
 
-def test_nothing_in_common_is_said():
+def test_results_without_common_documents_are_refused():
     with pytest.raises(ValueError, match="share no task and document"):
         compare(results({"piqa": {"acc": entry([1.0])}}), results({"copa": {"acc": entry([1.0])}}))
 
 
 def sample(number: int, name: str = "none", **metrics) -> dict:
-    """As the harness logs a document under a filter."""
+    """Return a logged sample of the harness under a filter."""
     return {"doc_id": number, "doc_hash": f"{number:012d}", "filter": name, "metrics": [*metrics], **metrics}
 
 
-def test_the_filters_of_a_task_are_metrics_of_their_own():
-    # A model whose answers are all right and none in the format: gsm8k has both metrics under one name.
+def test_each_filter_of_a_task_is_a_metric():
+    # gsm8k has two filters with one metric name: here all answers are right and none has the strict format.
     shares = {"strict-match": 0.0, "flexible-extract": 1.0}
     logged = [sample(i, name, exact_match=value) for name, value in shares.items() for i in range(24)]
-    both = results({"gsm8k": documents("gsm8k", logged)})
+    both = results({"gsm8k": metrics_by_document("gsm8k", logged)})
     assert [(d.metric, d.documents, d.first, d.second, d.p) for d in compare(both, both)] == [
         (f"exact_match,{name}", 24, value, value, 1.0) for name, value in shares.items()
     ]
@@ -158,7 +157,7 @@ def test_the_filters_of_a_task_are_metrics_of_their_own():
     assert metric_value(found, "piqa", "exact") is None
 
 
-def test_documents_hold_numbers_and_pairs_of_numbers():
+def test_document_metrics_are_numbers_and_pairs():
     logged = [
         sample(
             i,
@@ -172,7 +171,7 @@ def test_documents_hold_numbers_and_pairs_of_numbers():
         )
         for i in range(2)
     ]
-    found = {metric: entry["values"] for metric, entry in documents("t", logged).items()}
+    found = {metric: entry["values"] for metric, entry in metrics_by_document("t", logged).items()}
     assert found == {
         "acc": [0.5, 0.5],
         "right": [1.0, 0.0],
@@ -182,7 +181,7 @@ def test_documents_hold_numbers_and_pairs_of_numbers():
     assert {type(v) for pair in found["f1"] for v in pair} == {int}
 
 
-def test_perplexities_over_all_documents_are_formed_from_their_pairs():
+def test_corpus_perplexities_are_computed_from_pairs():
     draw = np.random.default_rng(0)
     words = draw.integers(5, 50, 8).astype(float)
     first = np.stack([-3.0 * words - draw.exponential(4, 8), words], 1)
@@ -200,27 +199,27 @@ def test_perplexities_over_all_documents_are_formed_from_their_pairs():
 
         theirs = bits_per_byte if metric == "bits_per_byte" else weighted_perplexity
         assert statistic(first) == pytest.approx(theirs(first.tolist())), "the harness's own"
-        found = difference("wikitext", metric, first, second)
-        assert (found.first, found.second) == (pytest.approx(statistic(first)), pytest.approx(statistic(second)))
+        result = difference("wikitext", metric, first, second)
+        assert (result.first, result.second) == (pytest.approx(statistic(first)), pytest.approx(statistic(second)))
         expected = all_swaps(statistic, first, second)
-        assert found.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
-        assert found.stderr is None
-        _, ((_, _, _, shown, *_),) = comparison_rows([found])
-        assert shown == f"{found.first:.4g}"
+        assert result.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
+        assert result.stderr is None
+        _, ((_, _, _, shown, *_),) = comparison_rows([result])
+        assert shown == f"{result.first:.4g}"
 
 
-def test_what_is_no_number_is_not_called_significant():
-    """As of a diverged model, of which results hold NaN, or null."""
+def test_metric_that_is_not_finite_is_excluded():
+    # A diverged model has NaN, or null in JSON.
     fine = {"lambada_openai": {"perplexity": entry([-1.0, -2.0])}, "piqa": {"acc": entry([0.0, 1.0])}}
     for none in (float("nan"), None):
         wild = {"lambada_openai": {"perplexity": entry([none, none])}, "piqa": {"acc": entry([0.0, 1.0])}}
         assert [d.task for d in compare(results(fine), results(wild))] == ["piqa"]
-        assert left_out(results(fine), results(wild)) == [
+        assert excluded_metrics(results(fine), results(wild)) == [
             "lambada_openai: perplexity is not a finite number for every document"
         ]
 
 
-def test_a_metric_of_unknown_form_is_left_out_and_named(tmp_path, capsys):
+def test_unsupported_metric_is_excluded_with_its_reason(tmp_path, capsys):
     import json
 
     from tools.evaluation.command import compare_command
@@ -229,9 +228,9 @@ def test_a_metric_of_unknown_form_is_left_out_and_named(tmp_path, capsys):
     unknown = {"mrpc": {"f1": pairs}, "old": {"exact_match": entry([0.0, 1.0], ["a", "a"])}}
     both = results({**unknown, "cb": {"f1": pairs}})
     assert [(d.task, d.metric) for d in compare(both, both)] == [("cb", "f1")]
-    said = left_out(both, both)
-    assert said[0].startswith("mrpc: f1 is no mean over documents")
-    assert said[1].startswith("old: exact_match has documents twice")
+    reasons = excluded_metrics(both, both)
+    assert reasons[0].startswith("mrpc: f1 is no mean over documents")
+    assert reasons[1].startswith("old: exact_match has documents twice")
     with pytest.raises(ValueError, match=r"mrpc: f1 is no mean .*; old: exact_match has"):
         compare(results(unknown), results(unknown))
     (tmp_path / "a.json").write_text(json.dumps({**both, "results": {}}))
@@ -239,7 +238,7 @@ def test_a_metric_of_unknown_form_is_left_out_and_named(tmp_path, capsys):
     assert "not compared: mrpc: f1 is no mean over documents" in capsys.readouterr().out
 
 
-def test_a_file_that_is_no_results_is_named(tmp_path):
+def test_file_that_is_no_results_is_refused(tmp_path):
     file = tmp_path / "a.json"
     for content, missing in (
         ("", "is no JSON"),
@@ -247,7 +246,7 @@ def test_a_file_that_is_no_results_is_named(tmp_path):
         ('{"metalion": {}, "results": {}}', "'metalion.title'"),
     ):
         file.write_text(content)
-        with pytest.raises(ValueError, match=rf"a\.json .*{missing}.*: a results\.json of python eval\.py MODEL"):
+        with pytest.raises(ValueError, match=rf"a\.json .*{missing}.*: give a results\.json of python eval\.py MODEL"):
             read_results(file)
     file.write_text('{"metalion": {"title": "a", "documents": {}}, "results": {}}')
     assert read_results(file)

@@ -1,4 +1,4 @@
-"""Hugging Face models that are refused before data and weights, and the split of their requests."""
+"""Refused Hugging Face models, and the split and the count of their requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tools.evaluation.request_pairs import RequestCounts
         {"model_type": "distilbert"},
     ],
 )
-def test_a_masked_model_is_refused(config: dict[str, Any]) -> None:
+def test_masked_model_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^folder \(.*\) is a masked model: .*pseudo-log-likelihood"):
         refuse_masked("folder", config)
 
@@ -43,11 +43,11 @@ def test_a_masked_model_is_refused(config: dict[str, Any]) -> None:
         {"model_type": "metalion", "architectures": ["MetalionForCausalLM"]},
     ],
 )
-def test_other_models_are_not_refused(config: dict[str, Any]) -> None:
+def test_causal_model_is_accepted(config: dict[str, Any]) -> None:
     refuse_masked("folder", config)
 
 
-def test_a_folder_is_looked_at_before_data_and_weights(tmp_path: Path) -> None:
+def test_folder_is_checked_before_data_and_weights(tmp_path: Path) -> None:
     def refusal() -> str:
         with pytest.raises((ValueError, OSError)) as found:
             locate_model(EvaluationRequest(str(tmp_path), device="cpu"))
@@ -69,8 +69,7 @@ def test_a_folder_is_looked_at_before_data_and_weights(tmp_path: Path) -> None:
     assert f"{weights} is no safetensors file, or is cut short" in refusal()
 
 
-def test_pairs_that_share_a_token_are_encoded_apart_and_counted() -> None:
-    """As `encode_pairs` does for this project's models. A cache may have answered the request: it is counted all the same."""
+def test_continuation_without_own_token_is_encoded_apart_and_counted() -> None:
     lm: Any = HuggingFaceLM.__new__(HuggingFaceLM)
     lm.backend, lm._max_length, lm._pairs, lm.counts = "causal", 8, {}, RequestCounts()
     lm.tok_encode = lambda text, **_: [99] if text == "ab" else [ord(c) for c in text]
@@ -84,4 +83,4 @@ def test_pairs_that_share_a_token_are_encoded_apart_and_counted() -> None:
         "apart": {"made up": 1},
         "recut": {},
     }
-    assert (lm.counts.longest, lm.counts.asked_tokens) == (10, 1 + 2 + 9)
+    assert (lm.counts.longest, lm.counts.tokens) == (10, 1 + 2 + 9)

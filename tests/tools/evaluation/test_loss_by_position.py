@@ -32,8 +32,8 @@ def test_loss_by_position(trained_run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("short", ["text", "length"])
-def test_positions_that_no_token_has_have_no_loss(trained_run, tmp_path, capsys, short):
-    """Not a loss of 0: the pieces end before the second half of the trained length."""
+def test_positions_without_a_token_have_no_loss(trained_run, tmp_path, capsys, short):
+    # The pieces end before the second half of the trained length.
     out, text = tmp_path / "results.json", tmp_path / "text.txt"
     text.write_text("def alpha(beta):" if short == "text" else "def alpha(beta):\n" * 40)
     words = ["--data", str(text), *(["--sequence-length", "16"] if short == "length" else [])]
@@ -44,8 +44,8 @@ def test_positions_that_no_token_has_have_no_loss(trained_run, tmp_path, capsys,
     assert set(json.loads(out.read_text())["by_position"][str(text)]) == {"bins", "dtype"}
 
 
-def test_a_diverged_model_has_no_loss_rather_than_one_of_0(trained_run, tmp_path, monkeypatch, capsys):
-    """And its results are JSON, to which the next command adds."""
+def test_diverged_model_has_null_losses(trained_run, tmp_path, monkeypatch, capsys):
+    # The results are valid JSON, and a later command adds to them.
 
     def diverged(*words, **more):
         loaded = load_located(*words, **more)
@@ -77,8 +77,8 @@ def test_loss_by_position_sums_to_the_perplexity(trained_run):
     assert found.mean(1, 48) == pytest.approx(whole["bits_per_byte"], rel=1e-6)
 
 
-def test_changes_of_pieces_are_formed_from_their_tokens(trained_run):
-    """Whole pieces, one that ends a little beyond the trained length, and one that does not reach it."""
+def test_changes_of_pieces_equal_means_of_their_tokens(trained_run):
+    """Check whole pieces, one that ends after the trained length, and one that ends before it."""
     from tools.evaluation.loss_by_position import loss_by_position, token_nll
     from tools.evaluation.perplexity import validation_text
 
@@ -102,9 +102,9 @@ def test_changes_of_pieces_are_formed_from_their_tokens(trained_run):
 
 
 @pytest.mark.parametrize(
-    ("changes", "verdict"), [((-1.0, -0.9), "falls on"), ((-1.0, 0.9), "stays level"), ((1.0, 0.9), "rises")]
+    ("changes", "verdict"), [((-1.0, -0.9), "falls further"), ((-1.0, 0.9), "stays level"), ((1.0, 0.9), "rises")]
 )
-def test_what_the_text_does_is_said_beyond_two_errors_alone(tmp_path, monkeypatch, capsys, changes, verdict):
+def test_verdict_needs_two_standard_errors(tmp_path, monkeypatch, capsys, changes, verdict):
     from tools.evaluation import loss_by_position as positions
 
     found = positions.LossByPosition("t", np.ones(8), np.full(8, 2), 1.0, 4, np.array(changes))
@@ -114,7 +114,7 @@ def test_what_the_text_does_is_said_beyond_two_errors_alone(tmp_path, monkeypatc
     assert f": it {verdict} (" in capsys.readouterr().out
 
 
-def test_what_the_text_does_beyond_the_trained_length_is_said_with_its_error():
+def test_change_beyond_the_trained_length_has_a_standard_error():
     from tools.evaluation.loss_by_position import LossByPosition
 
     nll = np.array([3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])

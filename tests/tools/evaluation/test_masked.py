@@ -1,4 +1,4 @@
-"""Pseudo-log-likelihood equals masking one token at a time by hand, and is named as such."""
+"""Pseudo-log-likelihood equals masking one token at a time, and results name it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def encoder(vocab_size: int = 320, **shape: Any) -> LanguageModel:
 
 
 @pytest.mark.parametrize("shape", ENCODERS)
-def test_one_token_at_a_time(shape):
+def test_score_equals_masking_one_token_at_a_time(shape):
     model = encoder(**shape).double()
     assert model.config.bidirectional_mixers()
     draw = np.random.default_rng(0)
@@ -58,19 +58,19 @@ def test_one_token_at_a_time(shape):
         answers: list = []
         scorer.score_units(scorer.units(contexts, targets), 4, done=answers.extend)
         found = dict(answers)
-        assert len(answers) == 4, "an answer is handed on once, when all its tokens are scored"
+        assert len(answers) == 4, "each score is passed on once"
         assert [found[i][0] for i in range(4)] == pytest.approx([value for value, _ in expected], abs=1e-9)
         assert [found[i][1] for i in range(4)] == [right for _, right in expected]
 
 
-def test_a_request_stands_between_the_tokens_of_training_and_within_its_length(tmp_path):
+def test_request_has_the_training_tokens_around_it_and_fits_the_length(tmp_path):
     words = ["[UNK]", "[SEP]", "[CLS]", "[MASK]", *"abcdefgh"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     tokenizer = load_tokenizer("wordpiece", tmp_path / "vocab.txt")
     model = encoder(128, **ENCODERS[0]).double()
     lm = ProjectLM(model, tokenizer, max_length=9, progress=False)
-    asked = [("a b c", " d e"), ("a b c d e f g h a b", " c d")]
-    found = lm.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(asked)])
+    pairs = [("a b c", " d e"), ("a b c d e f g h a b", " c d")]
+    found = lm.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
     for text, (value, _) in zip(("a b c d e", "f g h a b c d"), found, strict=True):  # 9 with both ends
         whole = torch.tensor([2, *tokenizer.encode(text), 1])
         total = 0.0
@@ -82,7 +82,7 @@ def test_a_request_stands_between_the_tokens_of_training_and_within_its_length(t
     assert lm.counts.truncated[""] == 1
 
 
-def test_a_masked_model_is_named_as_such_and_does_not_generate(eval_data):
+def test_masked_model_is_noted_and_does_not_generate(eval_data):
     model = encoder(**ENCODERS[0])
     lm = ProjectLM(model, load_tokenizer("bytes"), max_length=64, name="lion", progress=False)
     results = evaluate(lm, prepare_tasks(TaskRequest(suites=("superglue",), data_dir=eval_data)))
@@ -95,7 +95,7 @@ def test_a_masked_model_is_named_as_such_and_does_not_generate(eval_data):
         lm.generate_until([Instance("generate_until", {}, ("a", {"until": []}), 0)])
 
 
-def test_a_tokenizer_without_a_row_for_its_mask_is_refused():
+def test_tokenizer_without_a_row_for_its_mask_is_refused():
     with pytest.raises(ValueError, match="257, is not among its 257 rows"):
         ProjectLM(encoder(257, **ENCODERS[0]), load_tokenizer("bytes"), max_length=64)
 

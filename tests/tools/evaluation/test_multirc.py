@@ -1,4 +1,4 @@
-"""MultiRC: what is always right scores 1, what always says yes scores what yes is worth, through the real harness."""
+"""MultiRC's metrics of models that are always right, always say yes and always say no, through the harness."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = made_up_rows()["super_glue/multirc/validation.jsonl"]
 
 
 class Answering(LM):
-    """Says yes to the answers for which `judge(row)` holds."""
+    """Answer yes to the rows for which `judge(row)` holds."""
 
     def __init__(self, judge) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class Answering(LM):
             context, continuation = request.args
             answer, word = continuation.split("\nIs the answer correct? ")
             question = context.rpartition("Question: ")[2].partition("\n")[0]
-            said = (question, answer.strip()) in self.yes
-            found.append((-1.0 if said == (word == "yes") else -2.0, False))
+            judged = (question, answer.strip()) in self.yes
+            found.append((-1.0 if judged == (word == "yes") else -2.0, False))
         return found
 
     def loglikelihood_rolling(self, requests, **kwargs):
@@ -49,13 +49,13 @@ def scores(prepared, judge) -> dict[str, float]:
     return evaluate(Answering(judge), prepared)["results"]["multirc"]
 
 
-def test_an_oracle_is_always_right(prepared):
+def test_oracle_scores_one(prepared):
     found = scores(prepared, lambda row: row["label"] == 1)
     assert (found["exact_match,none"], found["answer_acc,none"], found["f1a,none"]) == (1.0, 1.0, 1.0)
-    assert found["acc,none"] == 0.0, "the harness takes the label as the index of yes, no: always right counts as wrong"
+    assert found["acc,none"] == 0.0, "the harness takes the label as the index of (yes, no)"
 
 
-def test_always_yes(prepared):
+def test_always_yes_scores_its_share(prepared):
     found = scores(prepared, lambda row: True)
     correct = sum(row["label"] for row in ROWS)
     by_question: dict[int, list[int]] = {}
@@ -66,11 +66,11 @@ def test_always_yes(prepared):
     assert found["f1a,none"] == pytest.approx(2 * correct / (len(ROWS) + correct))
 
 
-def test_never_yes_has_no_f1(prepared):
+def test_always_no_has_f1_zero(prepared):
     assert scores(prepared, lambda row: False)["f1a,none"] == 0.0
 
 
-def test_exact_match_is_a_question():
+def test_exact_match_is_per_question():
     def sample(question: int, label: int, yes: float, paragraph: int = 0) -> dict:
         return {
             "filtered_resps": [(yes, False), (-1.0, False)],
@@ -82,9 +82,9 @@ def test_exact_match_is_a_question():
     assert found["exact_match"] == 2 / 3
     assert found["answer_acc"] == 4 / 5
     assert found["f1a"] == pytest.approx(2 * 2 / (3 + 2))
-    # Of the mean of n right or wrong answers, the standard deviation with n - 1.
+    # Standard error of the mean, with n - 1.
     assert found["exact_match_stderr"] == pytest.approx(statistics.stdev([0, 1, 1]) / 3**0.5)
     assert found["answer_acc_stderr"] == pytest.approx(statistics.stdev([1, 0, 1, 1, 1]) / 5**0.5)
     two = [sample(0, 1, -0.5), sample(0, 0, -0.5, paragraph=1)]
     assert multirc_metrics(two)["exact_match"] == 1 / 2, "question 0 of another paragraph is another question"
-    assert multirc_metrics([sample(0, 0, -1.0)])["answer_acc"] == 1.0, "as likely as no is no yes"
+    assert multirc_metrics([sample(0, 0, -1.0)])["answer_acc"] == 1.0, "equal likelihoods count as no"

@@ -1,4 +1,4 @@
-"""Needle in a haystack: the texts, the answers beside plain greedy decoding, what is read, what is kept."""
+"""Needle in a haystack: texts, answers against greedy decoding, merged tables and refused input."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ WORDS = ["--suite", "needle", "--device", "cpu", "--needles", "2", "--depths", "
 
 
 def encode(text: str) -> list[str]:
-    """A token a word."""
+    """Return one token per word."""
     return text.split()
 
 
 TEXT = "".join(f"Sentence {i} says little. And more! A line ends\n" for i in range(200))
 
 
-def test_texts_hold_one_needle_at_their_depth() -> None:
+def test_texts_contain_one_needle_at_their_depth() -> None:
     filler = split_filler(TEXT, encode, 400)
     assert "".join(filler.pieces) == TEXT[: len("".join(filler.pieces))]
     assert 400 <= filler.total < 410
-    asked = questions(filler, 300, [0, 25, 100], 3, seed=7, encode=encode)
-    assert [(q.needle, q.depth) for q in asked[:4]] == [(0, 0), (0, 25), (0, 100), (1, 0)]
+    texts = questions(filler, 300, [0, 25, 100], 3, seed=7, encode=encode)
+    assert [(q.needle, q.depth) for q in texts[:4]] == [(0, 0), (0, 25), (0, 100), (1, 0)]
     bare = set()
-    for question in asked:
-        text, asked_for = question.context.rsplit("\n\nQuestion: ", 1)
+    for question in texts:
+        text, query = question.context.rsplit("\n\nQuestion: ", 1)
         sentence = next(line for line in text.replace("! ", "!\n").splitlines() if "secret" in line)
         start = text.index("The secret number")
         assert text.count("secret") == 1
         assert sentence.endswith(f"is{question.answer}.")
-        city = asked_for.split("secret number of ")[1].split("?")[0]
+        city = query.split("secret number of ")[1].split("?")[0]
         assert f"of {city} is{question.answer}." in text
-        assert asked_for.endswith(f"The secret number of {city} is")
-        # Nearest piece: a sentence of six words at most from the depth.
-        before = len(encode(text[:start]))
+        assert query.endswith(f"The secret number of {city} is")
+        # The needle is at most one sentence of six words from its depth.
+        position = len(encode(text[:start]))
         whole = len(encode(text)) - 6
-        assert abs(before - whole * question.depth / 100) <= 6
+        assert abs(position - whole * question.depth / 100) <= 6
         assert 285 <= len(encode(question.context)) + 1 <= 300
         bare.add(" ".join(text.replace(f"The secret number of {city} is{question.answer}.", "").split()))
     assert len(bare) == 1  # the same filler for every needle and depth
-    answers = {question.answer for question in asked}
+    answers = {question.answer for question in texts}
     assert len(answers) == 3
     assert {q.answer for q in questions(filler, 200, [50], 3, seed=7, encode=encode)} == answers
     assert {q.answer for q in questions(filler, 200, [50], 3, seed=8, encode=encode)} != answers
@@ -72,29 +72,29 @@ def test_texts_hold_one_needle_at_their_depth() -> None:
 
 
 def test_cells_are_means() -> None:
-    asked = questions(split_filler(TEXT, encode, 200), 100, [0, 100], 4, seed=0, encode=encode)
-    right = [question.needle < (1 if question.depth else 3) for question in asked]
-    found = cells(asked, [(-1.0 - question.needle, hit) for question, hit in zip(asked, right, strict=True)])
+    texts = questions(split_filler(TEXT, encode, 200), 100, [0, 100], 4, seed=0, encode=encode)
+    right = [question.needle < (1 if question.depth else 3) for question in texts]
+    found = cells(texts, [(-1.0 - question.needle, hit) for question, hit in zip(texts, right, strict=True)])
     assert [(cell["depth"], cell["accuracy"]) for cell in found] == [(0, 0.75), (100, 0.25)]
     assert found[0]["log_likelihood"] == -2.5
     assert found[0]["right"] == [True, True, True, False]
 
 
-def test_answers_are_those_of_greedy_decoding(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_answers_equal_greedy_decoding(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     out = tmp_path / "needle.json"
     reads = []
-    ask = needle._answers
+    answer = needle._answers
 
-    def spied(opened, asked):
-        # The model's own continuation in place of some answers: these are right.
+    def spied(opened, texts):
+        # Replace some answers by the model's own continuation: these are right.
         loaded = opened.loaded
-        for i, question in enumerate(asked[::3]):
+        for i, question in enumerate(texts[::3]):
             ids = loaded.tokenizer.encode(question.context)
             steps = generate(loaded.model, [ids], max_tokens=3, vocab_size=loaded.tokenizer.vocab_size, temperature=0.0)
             text = loaded.tokenizer.decode([int(step[0]) for step in steps if step[0] is not None])
-            asked[3 * i] = needle.Question(question.length, question.depth, question.needle, question.context, text)
-        answers = ask(opened, asked)
-        for question, (_, greedy) in zip(asked, answers, strict=True):
+            texts[3 * i] = needle.Question(question.length, question.depth, question.needle, question.context, text)
+        answers = answer(opened, texts)
+        for question, (_, greedy) in zip(texts, answers, strict=True):
             context = [int(i) for i in loaded.tokenizer.encode(question.context)]
             whole = [int(i) for i in loaded.tokenizer.encode(question.context + question.answer)]
             if whole[: len(context)] != context:
@@ -102,7 +102,7 @@ def test_answers_are_those_of_greedy_decoding(trained_run: Path, tmp_path: Path,
             tokens = torch.tensor([whole])
             logits = loaded.model(tokens)[0, len(context) - 1 : -1, : loaded.model.config.vocab_size]
             assert greedy == bool((logits.argmax(-1) == tokens[0, len(context) :]).all())
-        reads.append((opened.lm.scorer.read, opened.lm.counts.asked_tokens))
+        reads.append((opened.lm.scorer.read, opened.lm.counts.tokens))
         return answers
 
     monkeypatch.setattr(needle, "_answers", spied)
@@ -116,15 +116,14 @@ def test_answers_are_those_of_greedy_decoding(trained_run: Path, tmp_path: Path,
     assert out.with_suffix(".png").stat().st_size > 5000
     assert "| depth, % |  256 |  512 |" in capsys.readouterr().out
     assert "| depth, % |  256 |  512 |" in out.with_suffix(".md").read_text()
-    # What is before the needles is read once: of depths 0, 50 and 100 about half of all tokens.
-    read, asked = reads[0]
-    assert read < 0.65 * asked
+    # The text before the needles is read once: for depths 0, 50 and 100 about half of all tokens.
+    read, requested = reads[0]
+    assert read < 0.65 * requested
     assert not (tmp_path / "answers").exists()
 
 
 class Recalls(nn.Module):
-    """In place of a model: after each prefix in `says` the token there is the likeliest, by `sure`; its state is what it
-    read."""
+    """A model whose likeliest token after each prefix in `says` is the given one, by `sure`. Its state is the text read."""
 
     def __init__(self, model: Any, says: dict[tuple[int, ...], int], sure: float) -> None:
         super().__init__()
@@ -139,27 +138,27 @@ class Recalls(nn.Module):
         ids = ids if state is None else torch.cat([state["ids"], ids], 1)
         logits = torch.zeros(*tokens.shape, self.config.vocab_size)
         for row, line in enumerate(ids.tolist()):
-            read = [token for token in line if token >= 0]
-            new = sum(token >= 0 for token in line[-tokens.shape[1] :])
+            read = [i for i in line if i >= 0]
+            new = sum(i >= 0 for i in line[-tokens.shape[1] :])
             for place in self.places & {*range(len(read) - new + 1, len(read) + 1)}:
-                if (said := self.says.get(tuple(read[:place]))) is not None:
-                    logits[row, place - 1 - (len(read) - new), said] = self.sure
+                if (token := self.says.get(tuple(read[:place]))) is not None:
+                    logits[row, place - 1 - (len(read) - new), token] = self.sure
         return (logits, {"ids": ids}) if return_state else logits
 
     def head(self, logits: Tensor) -> Tensor:
         return logits.clone()
 
 
-def test_cells_are_where_a_model_finds_the_needle(trained_run: Path, tmp_path: Path, monkeypatch) -> None:
-    """A model that recalls what stands at most 200 tokens back: shallow needles of long texts are lost to it."""
+def test_cells_of_a_model_with_a_window_form_a_staircase(trained_run: Path, tmp_path: Path, monkeypatch) -> None:
+    # The model recalls facts at most 200 tokens back, so that it misses shallow needles of long texts.
     window, sure, out = 200, 5.0, tmp_path / "needle.json"
     expected: dict[tuple[int, float], list[tuple[bool, float]]] = {}
-    ask, pictures = needle._answers, []
+    answer, pictures = needle._answers, []
 
-    def answered(opened, asked):
+    def answered(opened, texts):
         says = {}
         tokenizer, vocabulary = opened.loaded.tokenizer, opened.loaded.model.config.vocab_size
-        for question in asked:
+        for question in texts:
             context, whole = (
                 [*map(int, tokenizer.encode(text))] for text in (question.context, question.context + question.answer)
             )
@@ -173,7 +172,7 @@ def test_cells_are_where_a_model_finds_the_needle(trained_run: Path, tmp_path: P
             expected.setdefault((question.length, question.depth), []).append((found, likely))
         model = Recalls(opened.loaded.model, says, sure)
         opened.lm.model = opened.lm.scorer.model = model
-        return ask(opened, asked)
+        return answer(opened, texts)
 
     monkeypatch.setattr(needle, "_answers", answered)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: pictures.append(figure))
@@ -189,7 +188,7 @@ def test_cells_are_where_a_model_finds_the_needle(trained_run: Path, tmp_path: P
         assert cell["right"] == [found for found, _ in wanted]
         assert cell["accuracy"] == sum(cell["right"]) / 2
         assert cell["log_likelihood"] == pytest.approx(sum(value for _, value in wanted) / 2, abs=1e-4)
-    # The staircase: the longer the text, the deeper a needle has to lie.
+    # The longer the text, the deeper the needles that the model finds.
     assert [[right[depth, length] for length in (256, 384, 640)] for depth in (0, 25, 50, 75, 100)] == [
         [0, 0, 0],
         [0, 0, 0],
@@ -217,37 +216,37 @@ def test_cells_are_where_a_model_finds_the_needle(trained_run: Path, tmp_path: P
     assert table[7] == ["mean", "60.0", "40.0", "20.0"]
 
 
-def test_an_interrupted_table_goes_on(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_interrupted_table_resumes(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     words = [str(trained_run), *WORDS, "--out", str(tmp_path / "needle.json")]
     write = needle._write
     monkeypatch.setattr(needle, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert command.main(words) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
     monkeypatch.setattr(needle, "_write", write)
-    monkeypatch.setattr("tools.evaluation.scoring.Scorer._step", None)  # nothing is computed again
+    monkeypatch.setattr("tools.evaluation.scoring.Scorer._step", None)  # no batch is computed
     assert command.main(words) == 0
-    assert "going on with 12 answers" in capsys.readouterr().err
+    assert "resuming with 12 answers" in capsys.readouterr().err
 
 
-def test_what_cannot_be_asked(trained_run: Path, masked_run: Path, tmp_path: Path, capsys) -> None:
-    def said(*words: object) -> str:
+def test_refused_requests(trained_run: Path, masked_run: Path, tmp_path: Path, capsys) -> None:
+    def refusal(*words: object) -> str:
         assert command.main([str(word) for word in (*words, "--out", tmp_path / "r" / "needle.json")]) == 2
         assert not (tmp_path / "r").exists()
         return capsys.readouterr().err
 
-    assert "percent of the filler" in said(trained_run, *WORDS, "--depths", "0,101")
-    assert "--lengths 0: tokens of a text, 1 or more" in said(trained_run, *WORDS, "--lengths", "0,256")
+    assert "percent of the filler" in refusal(trained_run, *WORDS, "--depths", "0,101")
+    assert "--lengths 0: tokens of a text, 1 or more" in refusal(trained_run, *WORDS, "--lengths", "0,256")
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"text\n\xff\xfe")
-    assert f"--filler {binary}: no UTF-8 at byte 5" in said(trained_run, *WORDS, "--filler", binary)
+    assert f"--filler {binary}: no UTF-8 at byte 5" in refusal(trained_run, *WORDS, "--filler", binary)
     short = tmp_path / "short.txt"
     short.write_text("One line.\nTwo lines.\n")
-    assert "--lengths 256: the filler has 21 tokens" in said(trained_run, *WORDS, "--filler", short)
-    assert "is a masked model" in said(masked_run, *WORDS)
-    assert "No such file" in said(trained_run, *WORDS, "--filler", tmp_path / "none.txt")
+    assert "--lengths 256: the filler has 21 tokens" in refusal(trained_run, *WORDS, "--filler", short)
+    assert "is a masked model" in refusal(masked_run, *WORDS)
+    assert "No such file" in refusal(trained_run, *WORDS, "--filler", tmp_path / "none.txt")
 
 
-def test_hugging_face_models_answer_alike(trained_run: Path, tmp_path: Path) -> None:
+def test_hugging_face_model_gives_the_same_cells(trained_run: Path, tmp_path: Path) -> None:
     from tools.conversion.export_hf import export
 
     export(trained_run, tmp_path / "export")

@@ -1,4 +1,4 @@
-"""Where results go: refused before the work where they cannot, added to what an earlier evaluation left."""
+"""Results files: refused before the evaluation, or merged with an earlier one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import pytest
 
 import eval as command
 from megatron_lite.checkpoint.reader import resolve
-from tools.evaluation.harness import Prepared, shots_of, write_samples
+from tools.evaluation.harness import Prepared, shots_of
 from tools.evaluation.request import TaskRequest
-from tools.evaluation.results_file import check_output, difference, suite_settings, with_tasks
+from tools.evaluation.results_file import check_output, difference, suite_settings, with_tasks, write_samples
+from tools.evaluation.tasks import TaskSet
 
 MODEL = "tools.loading.model.read_weights"
 
 
 @pytest.fixture
-def nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No weights are read, so that a refusal is an early one."""
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if weights are read."""
 
     def read(*_: object) -> None:
         raise AssertionError("weights were read")
@@ -30,7 +31,7 @@ def nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODEL, read)
 
 
-def test_samples_are_json_where_a_score_is_no_number(tmp_path: Path) -> None:
+def test_samples_with_a_score_of_nan_are_json(tmp_path: Path) -> None:
     row = {"doc": {"text": "é"}, "resps": [[np.float32("nan"), False]], "acc": np.int64(1)}
     write_samples(tmp_path, {"copa": [row, {"acc": -math.inf}]})
     text = (tmp_path / "samples_copa.jsonl").read_text(encoding="utf-8")
@@ -49,7 +50,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("there", [*KINDS, "other"])
-def test_results_of_another_kind_stay(there, trained_run: Path, tmp_path: Path, nothing_is_done, capsys) -> None:
+def test_results_of_another_kind_are_not_replaced(there, trained_run: Path, tmp_path: Path, no_weights, capsys) -> None:
     out = tmp_path / "r.json"
     out.write_text(json.dumps(KINDS[there][0] if there in KINDS else {"private": "notes"}))
     before = out.read_text()
@@ -71,31 +72,29 @@ def test_results_of_another_kind_stay(there, trained_run: Path, tmp_path: Path, 
         ["--suite", "needle", "--by-position"],
     ],
 )
-def test_one_file_for_several_kinds_is_refused(
-    words, trained_run: Path, tmp_path: Path, nothing_is_done, capsys
-) -> None:
+def test_one_file_for_several_kinds_is_refused(words, trained_run: Path, tmp_path: Path, no_weights, capsys) -> None:
     assert command.main([str(trained_run), *words, "--out", str(tmp_path / "r.json")]) == 2
-    assert "have a results file each: ask for one of them at a time, or leave --out away" in capsys.readouterr().err
+    assert "have a results file each: request one of them at a time, or leave --out out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [words for _, words in KINDS.values()])
-def test_where_nothing_can_be_written(
-    words, trained_run: Path, tmp_path: Path, nothing_is_done, monkeypatch, capsys
+def test_unwritable_output_is_refused(
+    words, trained_run: Path, tmp_path: Path, no_weights, monkeypatch, capsys
 ) -> None:
     (tmp_path / "file").write_text("")
 
-    def said(out: Path) -> str:
+    def refusal(out: Path) -> str:
         assert command.main([str(trained_run), "--device", "cpu", *words, "--out", str(out)]) == 2
         return capsys.readouterr().err
 
-    assert "file is no folder: name another file with --out" in said(tmp_path / "file" / "r.json")
-    assert "is a folder: name another file with --out, for example" in said(tmp_path)
+    assert "file is no folder: name another file with --out" in refusal(tmp_path / "file" / "r.json")
+    assert "is a folder: name another file with --out, for example" in refusal(tmp_path)
     if words != ["--by-position"]:
-        assert f"name {tmp_path / 'r.json'} with --out" in said(tmp_path / "r.md")
+        assert f"name {tmp_path / 'r.json'} with --out" in refusal(tmp_path / "r.md")
     monkeypatch.setattr("os.access", lambda *_: False)  # a user who may not; root may always
-    assert f"nothing may be made in {tmp_path}: name another file with --out" in said(tmp_path / "new" / "r.json")
+    assert f"no permission to write in {tmp_path}: name another file with --out" in refusal(tmp_path / "new" / "r.json")
     assert command.main([str(trained_run), "--device", "cpu", *words]) == 2
-    assert f"nothing may be made in {trained_run}" in capsys.readouterr().err
+    assert f"no permission to write in {trained_run}" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -107,19 +106,19 @@ def test_checkpoint_is_located_once(words, trained_run: Path, eval_data: Path, t
         located.append(path)
         return resolve(path)
 
-    def no_weights(*_: object) -> None:
+    def read_weights(*_: object) -> None:
         loaded.append(True)
         raise ValueError("no weights")
 
     monkeypatch.setattr("tools.loading.model.resolve", located_path)
-    monkeypatch.setattr(MODEL, no_weights)
+    monkeypatch.setattr(MODEL, read_weights)
     folders = ["--data-dir", str(eval_data), "--out", str(tmp_path / "r.json")]
     assert command.main([str(trained_run), "--device", "cpu", *folders, *words]) == 2
     assert located == [str(trained_run)]
-    assert loaded, "the weights were asked for"
+    assert loaded, "the weights were requested"
 
 
-def test_comparisons_and_tables_look_first(tmp_path: Path, capsys) -> None:
+def test_comparisons_and_tables_refuse_unwritable_output(tmp_path: Path, capsys) -> None:
     (tmp_path / "file").write_text("")
     for word in ("compare", "table"):
         assert command.main([word, "nowhere.json", "nowhere.json", "--out", str(tmp_path / "file" / "x.md")]) == 2
@@ -130,7 +129,7 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def test_a_later_evaluation_adds_its_tasks(trained_run: Path, eval_data: Path, tmp_path: Path, capsys) -> None:
+def test_later_evaluation_adds_its_tasks(trained_run: Path, eval_data: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "results.json"
 
     def evaluated(*words: str) -> int:
@@ -152,7 +151,7 @@ def test_a_later_evaluation_adds_its_tasks(trained_run: Path, eval_data: Path, t
     assert "piqa acc" in out.with_suffix(".md").read_text()
     assert row.split(" | ")[6].strip() == "-", "BoolQ is left out"
     assert row.split(" | ")[7].strip() != "-", "COPA has come"
-    for words in ([], ["--shots", "0"], []):  # none is what the task says
+    for words in ([], ["--shots", "0"], []):  # 0 is the task's own number
         assert evaluated("--tasks", "copa", *words) == 0
         assert read(out)["results"] == both["results"]
     text = out.read_text()
@@ -168,10 +167,10 @@ def test_a_later_evaluation_adds_its_tasks(trained_run: Path, eval_data: Path, t
     assert command.main([str(earlier), "--tasks", "copa", "--data-dir", str(eval_data), "--out", str(out)]) == 2
     assert f"{out} holds results of weights" in capsys.readouterr().err
     assert out.read_text() == text
-    assert not (tmp_path / "answers").exists(), "nothing was asked"
+    assert not (tmp_path / "answers").exists(), "no request was answered"
 
 
-def test_of_a_task_that_is_evaluated_again_the_new_numbers_count() -> None:
+def test_repeated_task_replaces_its_numbers() -> None:
     def of(longest: int, other: list[str], **chance: float) -> dict:
         keys = ("split", "data", "chance", "requests", "truncated", "documents")
         tables = {key: dict(chance) if key == "chance" else dict.fromkeys(chance, longest) for key in keys}
@@ -183,10 +182,10 @@ def test_of_a_task_that_is_evaluated_again_the_new_numbers_count() -> None:
     assert found["results"] == found["metalion"]["chance"] == {"a": 0.1, "b": 0.5, "c": 0.3}
     assert found["metalion"]["other_split"] == ["a"], "b is on its own split now"
     assert (found["metalion"]["longest_request"], found["metalion"]["tokens_asked"]) == (7, 20)
-    assert with_tasks(of(7, [], b=0.2), second) == second, "nothing of it is left"
+    assert with_tasks(of(7, [], b=0.2), second) == second, "all tasks are replaced"
 
 
-def test_settings_of_a_task_are_compared_where_both_have_it() -> None:
+def test_settings_are_compared_for_common_tasks() -> None:
     def of(**changes: object) -> dict:
         ours = {"split": {"copa": "test"}, "data": {"copa": {"a/test.jsonl": "0" * 64}}, "max_length": 8, "score": "s"}
         return suite_settings({"metalion": {**ours, "shots": 0, **changes}, "config": {"model_dtype": "torch.float32"}})
@@ -198,12 +197,12 @@ def test_settings_of_a_task_are_compared_where_both_have_it() -> None:
     assert difference(of(), of(split={"piqa": "test"}, data={"piqa": {"a/test.jsonl": "1" * 64}})) == ""
 
 
-def test_examples_of_a_task_are_its_own_where_none_are_asked_for() -> None:
+def test_number_of_examples_is_the_tasks_own_by_default() -> None:
     def of(shots: int | None, **own: int | None) -> dict:
         tasks = {
             name: SimpleNamespace(task=SimpleNamespace(get_config={"num_fewshot": n}.get)) for name, n in own.items()
         }
-        found = shots_of(Prepared(TaskRequest(shots=shots), (), tasks, None))
+        found = shots_of(Prepared(TaskRequest(shots=shots), (), TaskSet(tasks, {}, [], None)))
         return suite_settings({"n-shot": found, "metalion": {"shots": shots}})
 
     assert difference(of(None, copa=None, gsm8k=5), of(0, copa=None)) == ""
@@ -214,7 +213,7 @@ def test_examples_of_a_task_are_its_own_where_none_are_asked_for() -> None:
     assert of(3, cot=0)["cot's examples in the prompt"] == 0
 
 
-def test_a_later_needle_adds_its_cells(trained_run: Path, tmp_path: Path, capsys) -> None:
+def test_later_needle_adds_its_cells(trained_run: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "needle.json"
     words = [str(trained_run), "--suite", "needle", "--device", "cpu", "--needles", "2", "--out", str(out)]
     assert command.main([*words, "--lengths", "192", "--depths", "0,100"]) == 0

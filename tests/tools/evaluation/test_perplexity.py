@@ -1,4 +1,4 @@
-"""Perplexity against a naive sum over positions, on every kind of text, and what eval.py writes."""
+"""Perplexity equals a naive sum over positions, on every kind of text; results file of eval.py."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def loaded(trained_run: Path) -> LoadedModel:
 
 
 def naive(loaded: LoadedModel, stream: list[int], length: int = LENGTH) -> float:
-    """Total nll of a stream, piece by piece and token by token, by log-softmax of the full logits."""
+    """Return the total nll of a stream, piece by piece, from log-softmax of the full logits."""
     total = 0.0
     tokens = [loaded.tokenizer.end_of_document_id, *stream]
     for start in range(0, len(stream), length):
@@ -59,13 +59,13 @@ def test_validation_set_of_the_run(loaded: LoadedModel) -> None:
     assert result["loss"] < 0.8 * math.log(loaded.model.config.vocab_size), "the model has learned"
 
 
-def test_it_is_the_loss_that_training_reported(loaded: LoadedModel) -> None:
+def test_loss_equals_the_reported_validation_loss(loaded: LoadedModel) -> None:
     reported = [line for line in read_metrics(loaded.run) if line["kind"] == "validation"][-1]
     result = perplexity(loaded, validation_text(loaded), progress=False)
     assert result["loss"] == pytest.approx(reported["loss"], rel=1e-6)
 
 
-def test_documents_are_apart_where_training_kept_them_apart(loaded: LoadedModel) -> None:
+def test_documents_are_separate_with_reset_at_documents(loaded: LoadedModel) -> None:
     text = validation_text(loaded)
     documents = documents_of(text.prefix)
     stream = [loaded.tokenizer.end_of_document_id, *(token for document in documents for token in document)]
@@ -117,9 +117,9 @@ def test_token_files_without_a_manifest_count_bytes_by_decoding(loaded: LoadedMo
     assert (read.bytes, read.documents) == (len("".join(texts).encode()), 3)
 
 
-def test_ends_of_documents_are_no_bytes(tmp_path: Path) -> None:
+def test_ends_of_documents_have_no_bytes(tmp_path: Path) -> None:
     class Spelled:
-        """Decodes the end of a document to its name, as Hugging Face tokenizers do."""
+        """Decode the end of a document as its name, like Hugging Face tokenizers."""
 
         type, path, vocab_size, end_of_document_id, hash = "hf", None, 3, 2, ""
 
@@ -131,7 +131,7 @@ def test_ends_of_documents_are_no_bytes(tmp_path: Path) -> None:
     assert token_file_text(tmp_path / "x", Spelled()).bytes == 3
 
 
-def test_token_files_of_another_tokenizer(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_token_files_of_another_tokenizer_are_refused(loaded: LoadedModel, tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "other", np.dtype("<u2")) as writer:
         writer.add_document(np.array([1, 399, 4321]))
     with pytest.raises(ValueError, match="holds token 4321 and the checkpoint's tokenizer has 400 entries"):
@@ -165,12 +165,12 @@ def test_command_writes_and_extends_results(
     assert evaluation.main([str(earlier), "--data", str(note), "--out", str(out), "--device", "cpu"]) == 0
     other = json.loads(out.read_text())
     assert other["step"] == 10
-    assert set(other["results"]["perplexity"]) == {str(note)}, "scores of another checkpoint are gone"
+    assert set(other["results"]["perplexity"]) == {str(note)}, "scores of another checkpoint are dropped"
     assert other["results"]["perplexity"][str(note)]["loss"] > both[str(note)]["loss"]
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_results_lie_beside_the_run(trained_run: Path, tmp_path: Path) -> None:
+def test_results_file_is_in_the_run_folder(trained_run: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("total = count")
     assert evaluation.main([str(trained_run), "--data", str(tmp_path / "a.txt"), "--device", "cpu"]) == 0
     assert (trained_run / "results.json").is_file()

@@ -1,4 +1,4 @@
-"""Scores through the tree of shared prefixes equal a plain forward pass of every request on its own."""
+"""Scores through the tree of shared prefixes equal a forward pass per request."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def model_of(name: str, seed: int = 0, **changes: Any) -> LanguageModel:
     torch.manual_seed(seed)
     model = LanguageModel(dataclasses.replace(config_of(name), **changes), seed=seed)
     with torch.no_grad():
-        for parameter in model.parameters():  # away from the initial values, where many mixers are almost silent
+        for parameter in model.parameters():  # many mixers have almost no effect at their initial values
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model.eval().requires_grad_(False)
 
 
 def requests_with_shared_parts(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Questions below paragraphs, endings below questions, equal inputs, inputs that another one begins with."""
+    """Return paragraphs with questions with endings, equal inputs, and inputs that are a prefix of another."""
     draw = np.random.default_rng(seed)
 
     def some(low: int, high: int) -> list[int]:
@@ -84,7 +84,7 @@ def score(model: LanguageModel, inputs: list, targets: list, **settings: int) ->
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, "learned positions"])
-def test_every_mixer_scores_as_alone(name):
+def test_every_mixer_scores_as_without_sharing(name):
     if name == "learned positions":
         model = model_of("metala_tiny", positions="learned", max_positions=128).double()
     else:
@@ -99,7 +99,7 @@ def test_every_mixer_scores_as_alone(name):
         assert scorer.read < 0.5 * sum(map(len, inputs))
 
 
-def test_greedy_is_true_for_what_the_model_would_write():
+def test_greedy_flag_equals_greedy_decoding():
     model = model_of("metala_tiny")
     context = np.array([3, 1, 4, 1, 5])
     written: list[int] = []
@@ -112,28 +112,28 @@ def test_greedy_is_true_for_what_the_model_would_write():
     assert [greedy for _, greedy in found] == [True, False]
 
 
-def test_tree_holds_every_token_of_every_request_once():
+def test_tree_contains_every_target_once():
     inputs, targets = requests_with_shared_parts(1)
     for shortest in (1, 16, 1000):
         forest = build_forest(inputs, targets, shortest=shortest)
         found: dict[int, list[int]] = {r: [] for r in range(len(inputs))}
         stack = [(root, ()) for root in forest]
         while stack:
-            node, before = stack.pop()
-            path = (*before, *node.tokens.tolist())
+            node, prefix = stack.pop()
+            path = (*prefix, *node.tokens.tolist())
             assert len(node.tokens) > 0
-            for request, first, wanted in node.questions:
-                ends = [*before, *node.tokens[: first + len(wanted)]]
+            for request, first, wanted in node.spans:
+                ends = [*prefix, *node.tokens[: first + len(wanted)]]
                 assert inputs[request][: len(ends)].tolist() == ends
                 found[request] += wanted.tolist()
             stack.extend((child, path) for child in node.children)
         assert {r: sorted(t) for r, t in found.items()} == {r: sorted(t.tolist()) for r, t in enumerate(targets)}
-    # Every distinct token of a shared run is there once when everything is shared.
+    # With shortest=1, each distinct prefix is one token of the tree.
     words = {tuple(ids[: i + 1].tolist()) for ids in inputs for i in range(len(ids))}
     assert sum(root.size for root in build_forest(inputs, targets, shortest=1)) == len(words)
 
 
-def test_ids_beyond_sixteen_bits_are_told_apart():
+def test_ids_beyond_sixteen_bits_are_distinct():
     inputs = [np.array([1, 2, 3 + (n << 16)]) for n in range(3)]
     roots = build_forest(inputs, [np.array([7])] * 3, shortest=1)
     assert [root.tokens.tolist() for root in roots] == [[1, 2]]
@@ -141,25 +141,25 @@ def test_ids_beyond_sixteen_bits_are_told_apart():
 
 
 @pytest.mark.parametrize("name", ["metala_tiny", "transformer_tiny"])
-def test_batches_stay_within_their_memory(name):
-    """Tokens of a batch, and the bytes of its states, which an attention layer has a token."""
+def test_batches_fit_their_memory(name):
+    """Check the tokens of a batch and the bytes of its states; attention states grow with each token."""
     scorer = Scorer(model_of(name), batch_tokens=200)
     for length in (1, 9):
         _, state = scorer._forward(torch.zeros(1, length, dtype=torch.long), None, None, True)
-        held = sum(value.nbytes for layer in state for value in layer.values())
-        assert scorer._bytes_a_row + length * scorer._bytes_a_token == held + (name == "transformer_tiny")
-    scorer.state_bytes = 5 * (scorer._bytes_a_row + 60 * scorer._bytes_a_token)
+        size = sum(value.nbytes for layer in state for value in layer.values())
+        assert scorer._bytes_per_row + length * scorer._bytes_per_token == size + (name == "transformer_tiny")
+    scorer.state_bytes = 5 * (scorer._bytes_per_row + 60 * scorer._bytes_per_token)
     inputs, targets = requests_with_shared_parts()
     scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=list)
     assert all(rows == 1 or rows * length <= 200 for rows, length in scorer.shapes)
     scorer = Scorer(scorer.model, batch_tokens=1 << 20, state_bytes=scorer.state_bytes)
     inputs = [np.array([n // 40 % 2, *range(20), n % 40, 9]) for n in range(80)]
     scorer.score_units(scorer.units(*contexts_of(inputs, [ids[-2:] for ids in inputs])), 80, done=list)
-    size = {length: scorer._bytes_a_row + length * scorer._bytes_a_token for _, length in scorer.shapes}
+    size = {length: scorer._bytes_per_row + length * scorer._bytes_per_token for _, length in scorer.shapes}
     assert all(rows * size[length] <= scorer.state_bytes for rows, length in scorer.shapes)
 
 
-def test_memory_that_runs_out_halves_the_batch_and_counts_nothing_twice(monkeypatch):
+def test_out_of_memory_halves_the_batch_and_counts_once(monkeypatch):
     model = model_of("metala_tiny").double()
     inputs, targets = requests_with_shared_parts()
     scorer = Scorer(model, batch_tokens=1 << 20)
@@ -180,7 +180,7 @@ def test_memory_that_runs_out_halves_the_batch_and_counts_nothing_twice(monkeypa
         assert found[number][0] == pytest.approx(alone(model, *request)[0], abs=1e-8)
 
 
-def test_rows_of_a_batch_are_of_about_one_length_once_it_fills_the_device(monkeypatch):
+def test_rows_of_a_full_batch_have_similar_lengths(monkeypatch):
     scorer = Scorer(model_of("metala_tiny"), batch_tokens=1 << 14)
     draw = np.random.default_rng(0)
     inputs = [draw.integers(0, VOCABULARY, length) for length in range(1, 400)]

@@ -1,4 +1,4 @@
-"""Stock tasks with only their data moved; suites; and what is said when something is missing."""
+"""Stock tasks with local data, suites, and refused data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from models.options import nearest_names
 from tests.tools.evaluation.conftest import made_up_rows, write_rows
 from tools.evaluation.harness import prepare_tasks
 from tools.evaluation.request import TaskRequest
+from tools.evaluation.row_checks import template_fields
 from tools.evaluation.suites import UnknownNameError, read_suite, suite_names
-from tools.evaluation.tasks import load_tasks, moved_task, stock_config, task_manager, template_fields
+from tools.evaluation.task_factory import local_data, stock_config
+from tools.evaluation.tasks import load_tasks, task_manager
 
 SUITES = {name: read_suite(name) for name in ("superglue", "commonsense")}
 TASKS = sorted({task for suite in SUITES.values() for task in suite.tasks})
@@ -33,11 +35,12 @@ MAY_DIFFER = {
 
 
 def load(names: list[str], data: Path, **more: object) -> dict:
-    return load_tasks(names, data_dir=data, fields=FIELDS, local=["logiqa"], folders=FOLDERS, **more)[0]
+    request = TaskRequest(data_dir=data, **more)
+    return load_tasks(names, request, fields=FIELDS, local=["logiqa"], folders=FOLDERS).tasks
 
 
 def comparable(value: object) -> object:
-    """Functions are loaded anew every time: they are the same when they are of the same file and name."""
+    """Replace each function by its file and name, because every load creates new ones."""
     if callable(value):
         return value.__code__.co_filename, value.__qualname__
     if isinstance(value, dict):
@@ -50,7 +53,7 @@ def loaded(eval_data: Path) -> dict:
     return load(TASKS, eval_data)
 
 
-def test_suites_are_the_papers():
+def test_suites_have_the_tasks_of_the_paper():
     assert set(suite_names()) >= {"superglue", "commonsense"}
     assert SUITES["superglue"].tasks == ("wsc", "wic", "sglue_rte", "cb", "multirc", "boolq", "copa")
     assert set(SUITES["commonsense"].tasks) == {
@@ -69,15 +72,15 @@ def test_suites_are_the_papers():
 @pytest.mark.parametrize(
     ("name", "row", "average"), [("superglue", 0, 44.05), ("superglue", 1, 49.22), ("commonsense", 0, 42.52)]
 )
-def test_averages_are_those_that_the_paper_prints(name, row, average):
+def test_averages_equal_the_published_ones(name, row, average):
     suite = SUITES[name]
     values = [suite.rows[row][label] for label in suite.average]
     assert sum(values) / len(values) == pytest.approx(average, abs=0.006)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_only_the_data_are_moved(name, loaded):
-    """Every other field of the task is that of the installed harness: prompts, choices, processing, metrics, shots."""
+def test_task_equals_the_stock_task_except_its_data(name, loaded):
+    """Compare prompts, choices, processing, metrics and shots with those of the installed harness."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     entry = task_manager([name], FOLDERS).task_index[name]
@@ -87,10 +90,10 @@ def test_only_the_data_are_moved(name, loaded):
     for key, value in vars(expected).items():
         if key not in MAY_DIFFER | {"fewshot_config"}:
             assert comparable(getattr(config, key)) == comparable(value), key
-    given, wanted = vars(config.fewshot_config), vars(expected.fewshot_config)
-    # Where examples come from follows from the splits that there are; how they look does not.
-    assert {k: comparable(v) for k, v in given.items() if k != "split"} == {
-        k: comparable(v) for k, v in wanted.items() if k != "split"
+    actual, stock_examples = vars(config.fewshot_config), vars(expected.fewshot_config)
+    # The split of the examples depends on the files.
+    assert {k: comparable(v) for k, v in actual.items() if k != "split"} == {
+        k: comparable(v) for k, v in stock_examples.items() if k != "split"
     }
     assert config.metadata["version"] == stock["metadata"]["version"]
     for key in ("training_split", "validation_split", "test_split"):
@@ -98,33 +101,33 @@ def test_only_the_data_are_moved(name, loaded):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_moved_task_overrides_nothing_else(name, eval_data):
-    spec, files = moved_task(name, stock_config(task_manager([name], FOLDERS), name), eval_data)
+def test_local_data_override_nothing_else(name, eval_data):
+    changes, files = local_data(name, stock_config(task_manager([name], FOLDERS).task_index[name]), eval_data)
     assert files
-    assert spec.keys() <= {"task", *MAY_DIFFER} - {"metadata"}
-    assert spec["dataset_kwargs"].keys() == {"data_files"}
+    assert changes.keys() <= MAY_DIFFER - {"metadata"}
+    assert changes["dataset_kwargs"].keys() == {"data_files"}
 
 
-def test_the_split_is_the_harnesss_own(loaded, eval_data):
+def test_split_is_that_of_the_stock_task(loaded, eval_data):
     assert {name: loaded[name].split for name in ("boolq", "arc_easy")} == {"boolq": "validation", "arc_easy": "test"}
-    assert not any(task.moved for task in loaded.values())
+    assert not any(task.other_split for task in loaded.values())
     other = load(["arc_easy", "arc_challenge", "boolq"], eval_data, split="validation")
-    assert {name: (task.split, task.moved) for name, task in other.items()} == {
+    assert {name: (task.split, task.other_split) for name, task in other.items()} == {
         "arc_easy": ("validation", True),
         "arc_challenge": ("test", False),  # its folder has no validation file
         "boolq": ("validation", False),
     }
 
 
-def test_a_folder_without_the_stock_split_is_said(eval_data, tmp_path):
+def test_folder_without_the_stock_split_is_marked(eval_data, tmp_path):
     shutil.copytree(eval_data / "ai2_arc", tmp_path / "ai2_arc")
     (tmp_path / "ai2_arc/ARC-Easy/test.jsonl").unlink()
-    assert load(["arc_easy"], tmp_path)["arc_easy"].moved
+    assert load(["arc_easy"], tmp_path)["arc_easy"].other_split
 
 
 @pytest.mark.parametrize("name", ["arc_easy", "wsc273", "boolq", "logiqa"])
-def test_no_document_is_an_example_in_its_own_prompt(name, eval_data, tmp_path):
-    """Where a folder holds the evaluated split alone, the examples come from it too."""
+def test_document_is_no_example_in_its_own_prompt(name, eval_data, tmp_path):
+    # A folder with the evaluated split only provides the examples from it.
     shutil.copytree(eval_data, tmp_path, dirs_exist_ok=True)
     (tmp_path / "ai2_arc/ARC-Easy/validation.jsonl").unlink()
     task = load([name], tmp_path)[name].task
@@ -139,7 +142,7 @@ def test_no_document_is_an_example_in_its_own_prompt(name, eval_data, tmp_path):
 
 def test_fields_of_the_suites_cover_the_templates():
     for name in TASKS:
-        assert set(template_fields(stock_config(task_manager([name], FOLDERS), name))) <= {
+        assert set(template_fields(stock_config(task_manager([name], FOLDERS).task_index[name]))) <= {
             field.partition(".")[0] for field in FIELDS[name]
         }
 
@@ -154,7 +157,7 @@ def test_fields_of_the_suites_cover_the_templates():
         ("arc_easy", "ai2_arc/ARC-Easy/test.jsonl", 5, "choices.label"),
     ],
 )
-def test_a_row_without_a_field_is_named(name, path, row, field, tmp_path):
+def test_row_without_a_field_is_refused(name, path, row, field, tmp_path):
     rows = made_up_rows()[path]
     holder = rows[row - 1]
     *parents, last = field.split(".")
@@ -196,7 +199,7 @@ def test_a_row_without_a_field_is_named(name, path, row, field, tmp_path):
         ),
     ],
 )
-def test_a_row_that_the_harness_would_score_wrongly_is_refused(name, path, change, message, tmp_path):
+def test_row_that_the_harness_would_score_wrongly_is_refused(name, path, change, message, tmp_path):
     rows = made_up_rows()[path]
     rows[2].update(change)
     write_rows(tmp_path / path, rows)
@@ -215,7 +218,7 @@ def test_rows_of_a_parquet_file_are_checked(tmp_path):
         load(["winogrande"], tmp_path)
 
 
-def test_data_that_are_no_utf8_are_named(tmp_path):
+def test_data_that_are_no_utf8_are_refused(tmp_path):
     write_rows(tmp_path / "piqa/validation.jsonl", made_up_rows()["piqa/validation.jsonl"])
     with (tmp_path / "piqa/validation.jsonl").open("ab") as file:
         file.write(b'{"goal": "\xff"}')
@@ -228,13 +231,13 @@ def test_data_that_are_no_utf8_are_named(tmp_path):
 
 def test_more_examples_than_rows_are_refused(eval_data):
     with pytest.raises(
-        ValueError, match=r"copa: 8 examples in the prompt, .*has 8 rows .*ask for 7 at most \(--shots\)"
+        ValueError, match=r"copa: 8 examples in the prompt, .*has 8 rows .*allowed are at most 7 \(--shots\)"
     ):
         load(["copa"], eval_data, shots=8)
     assert load(["copa"], eval_data, shots=7)
 
 
-def test_a_metric_that_a_task_does_not_have_is_refused(eval_data, tmp_path):
+def test_unknown_metric_of_a_task_is_refused(eval_data, tmp_path):
     for metric, message in (
         ("acc_nrom", r"own: copa has no metric 'acc_nrom'; .*acc"),
         ("acc,strict", r"own: copa has no filter 'strict'; allowed are none"),
@@ -244,7 +247,7 @@ def test_a_metric_that_a_task_does_not_have_is_refused(eval_data, tmp_path):
             prepare_tasks(TaskRequest(suites=(str(tmp_path / "own.yml"),), data_dir=eval_data))
 
 
-def test_a_row_that_is_no_json_is_named(tmp_path):
+def test_row_that_is_no_json_is_refused(tmp_path):
     write_rows(tmp_path / "piqa/validation.jsonl", made_up_rows()["piqa/validation.jsonl"])
     with (tmp_path / "piqa/validation.jsonl").open("a") as file:
         file.write('{"goal": \n')
@@ -262,7 +265,7 @@ def test_a_row_that_is_no_json_is_named(tmp_path):
     ],
     ids=["empty", "nothing packed", "cut short", "not packed"],
 )
-def test_a_file_that_is_empty_or_damaged_is_named(content, message, tmp_path):
+def test_empty_or_damaged_file_is_refused(content, message, tmp_path):
     path = tmp_path / "super_glue/copa/validation.jsonl.gz"
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
@@ -270,7 +273,7 @@ def test_a_file_that_is_empty_or_damaged_is_named(content, message, tmp_path):
         load(["copa"], tmp_path)
 
 
-def test_a_list_of_something_else_is_named(tmp_path):
+def test_row_that_is_no_object_is_refused(tmp_path):
     (tmp_path / "piqa").mkdir()
     (tmp_path / "piqa/validation.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match=r"piqa: .*row 1 is int, not a JSON object"):
@@ -288,14 +291,19 @@ def test_a_list_of_something_else_is_named(tmp_path):
             "copa",
             "super_glue/copa/validation.jsonl",
             {"question": "why"},
-            r"document 3 cannot be asked: KeyError: 'why'",
+            r"document 3 cannot be evaluated: KeyError: 'why'",
         ),
-        ("winogrande", "winogrande/validation.jsonl", {"answer": "3"}, r"document 3 cannot be asked: KeyError: '3'"),
+        (
+            "winogrande",
+            "winogrande/validation.jsonl",
+            {"answer": "3"},
+            r"document 3 cannot be evaluated: KeyError: '3'",
+        ),
         ("hellaswag", "hellaswag/validation.jsonl", {"label": ""}, r"as this task's data: ValueError"),
     ],
 )
-def test_a_label_that_would_be_counted_as_wrong_is_refused(name, path, change, message, tmp_path):
-    """The harness takes what it does not know for a wrong answer, COPA's functions for the second choice."""
+def test_label_that_the_harness_would_count_as_wrong_is_refused(name, path, change, message, tmp_path):
+    # The harness counts an unknown label as a wrong answer; COPA's functions take it as the second choice.
     rows = made_up_rows()[path]
     rows[2].update(change)
     write_rows(tmp_path / path, rows)
@@ -303,7 +311,7 @@ def test_a_label_that_would_be_counted_as_wrong_is_refused(name, path, change, m
         load([name], tmp_path)
 
 
-def test_labels_in_other_words_are_refused(tmp_path):
+def test_labels_of_another_type_are_refused(tmp_path):
     rows = made_up_rows()["piqa/validation.jsonl"]
     for row in rows:
         row["label"] = str(row["label"])
@@ -312,24 +320,24 @@ def test_labels_in_other_words_are_refused(tmp_path):
         load(["piqa"], tmp_path)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"boolq: .*super_glue/boolq/validation\.jsonl"):
         load(["boolq"], tmp_path)
 
 
 def test_logiqa_needs_a_file_even_online():
     with pytest.raises(FileNotFoundError, match=r"logiqa: .*script.*datasets 4.*--data-dir"):
-        load_tasks(["logiqa"], local=["logiqa"], folders=FOLDERS)
+        load_tasks(["logiqa"], TaskRequest(), local=["logiqa"], folders=FOLDERS)
 
 
-def test_a_task_of_a_tag_is_left_out(eval_data):
+def test_task_of_a_tag_is_excluded(eval_data):
     assert list(load(["ai2_arc"], eval_data)) == ["arc_challenge", "arc_easy"]
-    assert list(load(["ai2_arc"], eval_data, without=["arc_easy"])) == ["arc_challenge"]
+    assert list(load(["ai2_arc"], eval_data, without=("arc_easy",))) == ["arc_challenge"]
     with pytest.raises(UnknownNameError, match=r"--without arc_esy: it is none .*; did you mean arc_easy or"):
-        load(["ai2_arc"], eval_data, without=["arc_esy"])
+        load(["ai2_arc"], eval_data, without=("arc_esy",))
 
 
-def test_unknown_names_get_the_nearest(monkeypatch):
+def test_unknown_names_list_the_nearest(monkeypatch):
     import lm_eval.tasks
 
     folder = Path(lm_eval.tasks.__file__).parent / "hellaswag"  # not the whole index, which takes seconds
@@ -338,7 +346,7 @@ def test_unknown_names_get_the_nearest(monkeypatch):
     with pytest.raises(UnknownNameError, match="superglue"):
         read_suite("superglu")
     with pytest.raises(UnknownNameError, match=r"no task 'hellaswagg'; did you mean .*hellaswag"):
-        load_tasks(["hellaswagg"])
+        load_tasks(["hellaswagg"], TaskRequest())
     assert nearest_names("x", ["a", "b"]) == "allowed are a, b"
 
 
@@ -347,8 +355,8 @@ def test_unknown_names_get_the_nearest(monkeypatch):
     [
         ("columns: [{task: piqa}]\nfoo: 1\n", "unknown key 'foo'"),
         ("columns: [{tsk: piqa}]\n", "task, metric, label"),
-        ("columns: [{task: piqa}, {task: piqa, metric: acc_norm}]\n", "label of its own"),
-        ("columns: [{task: piqa}]\naverage: [PIQA]\n", "'PIQA' is the label of no column; .*piqa"),
+        ("columns: [{task: piqa}, {task: piqa, metric: acc_norm}]\n", "unique label"),
+        ("columns: [{task: piqa}]\naverage: [PIQA]\n", "'PIQA' is no column label; .*piqa"),
         ("- piqa\n", "is no suite"),
         ("columns: [{task: piqa}\n", r"own\.yml is no YAML .*superglue\.yml is an example"),
         ("columns: 5\n", "columns = 5: a list is expected"),
@@ -356,7 +364,7 @@ def test_unknown_names_get_the_nearest(monkeypatch):
         ("columns: [{task: piqa}]\npaper: {rows: [3]}\n", "paper.rows"),
     ],
 )
-def test_a_suite_of_ones_own_is_checked(text, message, tmp_path):
+def test_suite_file_is_checked(text, message, tmp_path):
     (tmp_path / "own.yml").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_suite(str(tmp_path / "own.yml"))

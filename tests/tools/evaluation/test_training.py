@@ -1,4 +1,4 @@
-"""Suites while a run trains: scores in metrics and plots, and failures that stop nothing."""
+"""Suites during training: scores in metrics and plots, and failures that do not stop the run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SUITES = {"evaluation.suite_interval": 4, "checkpoint.interval": 4, **LENGTH}
 
 
 def suite_words(arguments, data: Path, name: str = "run", suites: str = "[superglue, piqa]", **changes) -> list[str]:
-    given = {"evaluation.suites": suites, "evaluation.data_directory": data, **SUITES, **changes}
-    return arguments(name, **given)
+    values = {"evaluation.suites": suites, "evaluation.data_directory": data, **SUITES, **changes}
+    return arguments(name, **values)
 
 
 def lines(run: Path, kind: str) -> list[dict]:
@@ -36,40 +36,40 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines(run, "train")]
 
 
-def test_scores_are_logged_drawn_and_change_nothing(arguments, eval_data, tmp_path, capsys):
+def test_scores_are_logged_and_do_not_change_training(arguments, eval_data, tmp_path, capsys):
     assert train.main(arguments("plain", **LENGTH, **{"checkpoint.interval": 4})) == 0
     assert train.main(suite_words(arguments, eval_data)) == 0
-    assert losses(tmp_path / "run") == losses(tmp_path / "plain"), "training does not notice the evaluation"
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain"), "the evaluation does not change training"
     found = lines(tmp_path / "run", "evaluation")
     assert [line["step"] for line in found] == [4, 8]
     for line in found:
         assert {"superglue/BoolQ", "superglue/MultiRC", "superglue/average", "tasks/piqa acc", "tokens"} <= line.keys()
         assert all(0 <= value <= 100 for key, value in line.items() if "/" in key)
     assert "superglue/average" in capsys.readouterr().err
-    # The last scores are those of the last checkpoint, evaluated apart.
+    # The last scores equal those of the last checkpoint.
     import eval as command
 
     out = tmp_path / "out" / "results.json"
     options = ["--suite", "superglue", "--data-dir", str(eval_data), "--device", "cpu", "--out", str(out)]
     assert command.main([str(tmp_path / "run"), *options]) == 0
-    apart = json.loads(out.read_text())["results"]
-    assert found[-1]["superglue/COPA"] == pytest.approx(100 * apart["copa"]["acc,none"])
-    assert found[-1]["superglue/CB"] == pytest.approx(100 * apart["cb"]["f1,none"])
+    separate = json.loads(out.read_text())["results"]
+    assert found[-1]["superglue/COPA"] == pytest.approx(100 * separate["copa"]["acc,none"])
+    assert found[-1]["superglue/CB"] == pytest.approx(100 * separate["cb"]["f1,none"])
     plot_runs([tmp_path / "run"], tmp_path / "one.png")
     plot_runs([tmp_path / "run", tmp_path / "plain"], tmp_path / "two.png")
     assert (tmp_path / "one.png").stat().st_size > (tmp_path / "two.png").stat().st_size / 4
     assert collect(tmp_path / "run")["scores"]["step"] == [4, 8]
 
 
-def test_a_failure_stops_nothing(arguments, eval_data, tmp_path, monkeypatch):
+def test_failure_does_not_stop_the_run(arguments, eval_data, tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise MemoryError("no room")
 
     monkeypatch.setattr(adapter.Scorer, "score_units", broken)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert train.main(suite_words(arguments, eval_data, suites="[copa]")) == 0
-    assert any("evaluation.suites at step 4 failed: no room" in str(w.message) for w in said)
+    assert any("evaluation.suites at step 4 failed: no room" in str(w.message) for w in caught)
     assert [(line["step"], line["error"]) for line in lines(tmp_path / "run", "evaluation_error")] == [
         (4, "MemoryError: no room"),
         (8, "MemoryError: no room"),
@@ -85,7 +85,9 @@ def test_a_failure_stops_nothing(arguments, eval_data, tmp_path, monkeypatch):
         ("[arc_easy, boolq]", "arc_easy: the data folder lacks its file"),
     ],
 )
-def test_a_wrong_configuration_ends_before_the_first_step(arguments, tmp_path, suites, message, capsys, monkeypatch):
+def test_wrong_configuration_is_refused_before_the_first_step(
+    arguments, tmp_path, suites, message, capsys, monkeypatch
+):
     import lm_eval.tasks
 
     folder = Path(lm_eval.tasks.__file__).parent / "super_glue"  # not the whole index, which takes seconds
@@ -110,7 +112,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def runs(corpus, eval_data, tmp_path_factory) -> Path:
-    """A run of one process, `one`, and runs of two in each layout."""
+    """Train a run of one process, `one`, and runs of two processes in each layout."""
     folder = tmp_path_factory.mktemp("runs")
     words = partial(suite_words, partial(run_words, corpus, folder), eval_data, suites="[copa, boolq]")
     assert train.main(words("one")) == 0
@@ -119,8 +121,8 @@ def runs(corpus, eval_data, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_processes_log_what_one_logs(layout, runs):
-    """The data ranks share the requests; where a forward pass is everyone's, all do all of it together."""
+def test_two_processes_log_the_scores_of_one(layout, runs):
+    """Data ranks share the requests; with ZeRO 3 every rank answers all of them."""
     found, wanted = (lines(runs / name, "evaluation") for name in (layout, "one"))
     assert [line["step"] for line in found] == [line["step"] for line in wanted] == [4, 8]
     for a, b in zip(found, wanted, strict=True):
@@ -129,13 +131,13 @@ def test_two_processes_log_what_one_logs(layout, runs):
         )
 
 
-def test_a_hub_out_of_reach_stops_nothing(arguments, tmp_path, monkeypatch):
+def test_unreachable_hub_does_not_stop_the_run(arguments, tmp_path, monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert train.main(arguments(**{"evaluation.suites": "[copa]"})) == 0
-    assert any("not evaluated in this run" in str(w.message) for w in said)
+    assert any("not evaluated in this run" in str(w.message) for w in caught)
     assert len(losses(tmp_path / "run")) == 8

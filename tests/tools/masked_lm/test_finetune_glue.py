@@ -1,4 +1,4 @@
-"""GLUE fine-tuning: metrics, data, recipes, chained tasks, and a run that goes on."""
+"""GLUE fine-tuning: metrics, data, recipes, chained tasks, and resumed runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.evaluation.glue_tasks import TASKS, read_split, score
 
 
 def write_task(folder: Path, name: str, rows: int, seed: int) -> None:
-    """Label 1 where the (second) text says dog; STS-B counts dogs."""
+    """Write rows with label 1 if the last text contains dog."""
     draw = random.Random(seed)
     (folder / name).mkdir(parents=True, exist_ok=True)
     for split, count in (("train", rows), *((split, 24) for split in TASKS[name].splits)):
@@ -43,7 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_metrics_by_hand() -> None:
+def test_metrics_equal_formulas() -> None:
     labels = np.array([1, 1, 1, 0, 0])
     logits = np.array([[0, 1], [0, 1], [1, 0], [0, 1], [1, 0]])
     found = score(TASKS["mrpc"], logits, labels)
@@ -54,7 +54,7 @@ def test_metrics_by_hand() -> None:
     assert real["pearson"] == pytest.approx(np.corrcoef([1, 2, 4], [0, 1, 9])[0, 1])
 
 
-def test_the_recipe_of_the_paper() -> None:
+def test_default_recipe_is_that_of_the_paper() -> None:
     recipe = finetune_glue.load_recipe(finetune_glue.RECIPE)
     assert (recipe.lr, recipe.max_length) == (1e-5, 128)
     epochs = {"mnli": 3, "qnli": 10, "qqp": 5, "rte": 2, "sst2": 3, "mrpc": 10, "cola": 10, "stsb": 8}
@@ -93,40 +93,40 @@ def test_missing_data_names_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("train.jsonl", b'{"sentence": "a", "label": 0}\n{"sentence": "b", "la', r"train\.jsonl is not whole: line 2"),
-        ("train.jsonl", b"5\n", r"train\.jsonl is not whole: line 1"),
-        ("train.jsonl.gz", gzip.compress(b'{"sentence": "a", "label": 0}\n')[:-12], r"jsonl\.gz is not whole"),
-        ("train.jsonl.gz", b"plain", r"jsonl\.gz is not whole"),
+        ("train.jsonl", b'{"sentence": "a", "label": 0}\n{"sentence": "b", "la', r"train\.jsonl is damaged: line 2"),
+        ("train.jsonl", b"5\n", r"train\.jsonl is damaged: line 1"),
+        ("train.jsonl.gz", gzip.compress(b'{"sentence": "a", "label": 0}\n')[:-12], r"jsonl\.gz is damaged"),
+        ("train.jsonl.gz", b"plain", r"jsonl\.gz is damaged"),
         ("train.jsonl", b'{"sentence": "a", "label": -1}\n', "sst2, train, row 1 has label = -1; allowed: 0 to 1"),
         ("train.jsonl", b'{"sentence": "a", "label": "good"}\n', "row 1 has label = 'good'"),
     ],
     ids=["line cut short", "no object", "gzip cut short", "no gzip", "label outside", "label of words"],
 )
-def test_damaged_data_are_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+def test_damaged_data_are_refused(name: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "sst2").mkdir()
     (tmp_path / "sst2" / name).write_bytes(content)
     with pytest.raises(ValueError, match=words):
         read_split("sst2", "train", tmp_path)
 
 
-def test_labels_of_numbers(tmp_path: Path) -> None:
+def test_real_labels_are_read(tmp_path: Path) -> None:
     (tmp_path / "stsb").mkdir()
     row = {"sentence1": "a", "sentence2": "b", "label": 3.25}
     (tmp_path / "stsb" / "train.jsonl").write_text(json.dumps(row))
     assert read_split("stsb", "train", tmp_path) == [row]
 
 
-def test_a_trial_without_rows_to_train_on_is_refused(data: Path) -> None:
-    with pytest.raises(ValueError, match=r"--hold-out 0.99: of the 24 rows of rte none is left"):
+def test_hold_out_without_a_training_row_is_refused(data: Path) -> None:
+    with pytest.raises(ValueError, match=r"--hold-out 0.99: no training row remains of the 24 rows of rte"):
         finetune_glue._splits("rte", data, 0.99)
 
 
-def test_the_folder_of_real_data_is_read(shared: Path) -> None:
+def test_real_data_are_read(shared: Path) -> None:
     for name, rows in (("sst2", 872), ("mrpc", 408), ("rte", 277)):
         assert len(read_split(name, "validation", shared / "data" / "glue")) == rows
 
 
-def test_tasks_one_after_another(masked_run: Path, data: Path, tmp_path: Path, capsys) -> None:
+def test_task_starts_from_the_weights_of_another(masked_run: Path, data: Path, tmp_path: Path, capsys) -> None:
     arguments = [str(masked_run), "--tasks", "rte,stsb", "--data", str(data), "--output", str(tmp_path / "out")]
     arguments += ["--seeds", "2", "lr=5e-3", "batch_size=8", "tasks.mnli.epochs=2", "tasks.rte.epochs=2"]
     arguments += ["tasks.stsb.epochs=2"]
@@ -140,18 +140,18 @@ def test_tasks_one_after_another(masked_run: Path, data: Path, tmp_path: Path, c
     table = (tmp_path / "out" / "glue.md").read_text()
     assert "| rte | mnli | accuracy |" in table
     assert table.strip() in said
-    # RTE began with MNLI's blocks, not with the pretrained ones.
-    pretrained, kept = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("pretrained", "mnli"))
+    # RTE starts from MNLI's blocks, not from the pretrained ones.
+    pretrained, saved = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("pretrained", "mnli"))
     name = "blocks.0.mixer.q_proj.weight"
-    assert not pretrained[name].equal(kept[name])
-    # Nothing is trained twice, and another recipe does not mix with these results.
+    assert not pretrained[name].equal(saved[name])
+    # No run is repeated, and another recipe is refused.
     assert finetune_glue.main(arguments) == 0
     assert "seed" not in capsys.readouterr().out.replace("| seeds |", "")
     assert finetune_glue.main([*arguments, "max_length=64"]) == 2
     assert "is of another recipe" in capsys.readouterr().err
 
 
-def test_what_the_trainer_is_given(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
+def test_recipe_reaches_the_trainer(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
     from transformers import Trainer
 
     made = []
@@ -182,19 +182,19 @@ def test_what_the_trainer_is_given(masked_run: Path, data: Path, tmp_path: Path,
     assert [one.model.config.num_labels for one in made] == [3, 1]
     assert [type(one.train_dataset[0]["labels"]) for one in made] == [int, float]
     assert [one.model.config.problem_type for one in made] == ["single_label_classification", "regression"]
-    assert read_config(weights)["auto_map"], "what is kept loads with the folder's source too"
-    made[0].model.save_pretrained(tmp_path / "kept")
-    assert read_config(tmp_path / "kept")["auto_map"] == read_config(weights)["auto_map"]
+    assert read_config(weights)["auto_map"], "saved weights load with the folder's source"
+    made[0].model.save_pretrained(tmp_path / "saved")
+    assert read_config(tmp_path / "saved")["auto_map"] == read_config(weights)["auto_map"]
     (weights / "modeling_metalion.py").write_text("raise SystemExit('this was run')")
     with pytest.raises(ValueError, match=r"not this version's \(modeling_metalion\.py\)"):
         finetune_glue.finetune("mnli", recipe, weights, seed=0, data=data, scratch=tmp_path)
 
 
-def test_the_weights_of_the_first_seed_are_kept(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
-    kept = []
+def test_weights_of_the_first_seed_are_saved(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
+    saved = []
 
     def finetune(name: str, *_, seed: int, keep: Path | None, **__) -> dict[str, float]:
-        kept.append((name, seed, keep and keep.name))
+        saved.append((name, seed, keep and keep.name))
         if keep is not None:
             keep.mkdir()
             (keep / "config.json").write_text("{}")
@@ -203,18 +203,18 @@ def test_the_weights_of_the_first_seed_are_kept(masked_run: Path, data: Path, tm
     monkeypatch.setattr(finetune_glue, "finetune", finetune)
     arguments = [str(masked_run), "--data", str(data), "--output", str(tmp_path), "--seeds", "2", "--tasks"]
     assert finetune_glue.main([*arguments, "mnli"]) == 0
-    assert kept == [("mnli", 0, None), ("mnli", 1, None)]
-    # Its weights were not asked for: it is trained again, then RTE from them.
+    assert saved == [("mnli", 0, None), ("mnli", 1, None)]
+    # MNLI's weights were not saved: it is trained again before RTE.
     assert finetune_glue.main([*arguments, "rte"]) == 0
-    assert kept[2:] == [("mnli", 0, "mnli"), ("rte", 0, None), ("rte", 1, None)]
-    kept.clear()
+    assert saved[2:] == [("mnli", 0, "mnli"), ("rte", 0, None), ("rte", 1, None)]
+    saved.clear()
     shutil.rmtree(tmp_path / "mnli")
     (tmp_path / "glue.json").unlink()
     assert finetune_glue.main([*arguments, "mnli,rte"]) == 0
-    assert kept == [("mnli", 0, "mnli"), ("mnli", 1, None), ("rte", 0, None), ("rte", 1, None)]
+    assert saved == [("mnli", 0, "mnli"), ("mnli", 1, None), ("rte", 0, None), ("rte", 1, None)]
 
 
-def test_a_trial_trains_on_the_other_rows(data: Path) -> None:
+def test_hold_out_trains_on_the_other_rows(data: Path) -> None:
     train, evaluated = finetune_glue._splits("rte", data, 0.25)
     rows = read_split("rte", "validation", data)
     assert (len(train), len(evaluated["validation"])) == (18, 6)
@@ -222,14 +222,12 @@ def test_a_trial_trains_on_the_other_rows(data: Path) -> None:
     assert train + evaluated["validation"] != rows[6:] + rows[:6], "in the order of the file"
 
 
-def test_the_table_weighs_tasks_alike_whatever_their_metrics() -> None:
+def test_mean_weighs_every_task_equally() -> None:
     runs = {"mrpc": {"pretrained/0": {"accuracy": 0.5, "f1": 0.7}}, "rte": {"pretrained/0": {"accuracy": 0.8}}}
     assert "Mean over 2 tasks: 70.00" in finetune_glue.table(runs, {"mrpc": None, "rte": None}, None)
 
 
-def test_results_of_a_run_that_trained_on_are_not_mixed(
-    masked_run: Path, data: Path, tmp_path: Path, capsys, monkeypatch
-):
+def test_results_of_another_checkpoint_are_refused(masked_run: Path, data: Path, tmp_path: Path, capsys, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(masked_run, run)
     monkeypatch.setattr(finetune_glue, "finetune", lambda *_, **__: {"accuracy": 0.25})
@@ -248,7 +246,7 @@ def test_results_of_a_run_that_trained_on_are_not_mixed(
     assert "is of another checkpoint; name another folder with --output" in capsys.readouterr().err
 
 
-def test_a_correlation_that_is_no_number_is_null_and_goes_into_the_table(
+def test_undefined_correlation_is_null_in_the_file_and_nan_in_the_table(
     masked_run: Path, data: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     scores = iter([{"accuracy": math.nan}, {"accuracy": 0.5}])
@@ -264,13 +262,13 @@ def test_a_correlation_that_is_no_number_is_null_and_goes_into_the_table(
     assert runs == {"pretrained/0": {"accuracy": None}, "pretrained/1": {"accuracy": 0.5}}
 
 
-def test_the_table_shows_the_start_that_was_asked() -> None:
+def test_table_shows_the_requested_start() -> None:
     runs = {"rte": {"mnli/0": {"accuracy": 0.9}, "pretrained/0": {"accuracy": 0.6}, "pretrained/1": {"accuracy": 0.5}}}
     assert "| rte | pretrained | accuracy | 55.00 | 7.07 | 2 |" in finetune_glue.table(runs, {"rte": None}, None)
     assert "| rte | mnli | accuracy | 90.00 | - | 1 |" in finetune_glue.table(runs, {"rte": "mnli"}, None)
 
 
-def test_a_trial_holds_rows_out(masked_run: Path, data: Path, tmp_path: Path, capsys) -> None:
+def test_hold_out_is_noted(masked_run: Path, data: Path, tmp_path: Path, capsys) -> None:
     arguments = [str(masked_run), "--tasks", "rte", "--data", str(data), "--output", str(tmp_path / "out")]
     arguments += ["--seeds", "1", "--hold-out", "0.5", "--start", "pretrained", "tasks.rte.epochs=1"]
     assert finetune_glue.main(arguments) == 0

@@ -1,4 +1,4 @@
-"""Masked accuracy over length, and the forms of one checkpoint."""
+"""Masked accuracy by length, and the forms of one checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
     assert rows[0]["tokens"] == rows[1]["tokens"] > 50
     assert rows[0]["loss"] != rows[1]["loss"]
     loaded = load_model(masked_run, device="cpu")
-    with torch.no_grad():  # at its start it finds nothing; so it answers by the words, some of which are right
+    with torch.no_grad():  # an untrained model predicts these words, some of which are right
         loaded.model.head.bias[loaded.tokenizer.encode("the cat sat")] += 10.0
     rows = length_tool.measure_run(loaded, [16, 64])
     prefix = loaded.config["data"]["validation"]
@@ -40,21 +40,21 @@ def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
     assert data.num_tokens % 64
     for row, length in zip(rows, (16, 64), strict=True):
         right, count, nll = 0, 0, 0.0
-        for i in range(len(data) - 1):  # the last one is filled up
+        for i in range(len(data) - 1):  # the last one is padded
             sample = data[i]
             with torch.no_grad():
                 logits = loaded.model(sample["tokens"].view(-1, length)).flatten(0, 1)
-            asked = sample["labels"] != -100
-            right += (logits.argmax(-1) == sample["labels"])[asked].sum().item()
+            predicted = sample["labels"] != -100
+            right += (logits.argmax(-1) == sample["labels"])[predicted].sum().item()
             nll += torch.nn.functional.cross_entropy(logits, sample["labels"], reduction="sum").item()
-            count += asked.sum().item()
+            count += predicted.sum().item()
         assert 0 < right < count
         assert (row["accuracy"], row["tokens"]) == (pytest.approx(right / count), count)
         assert row["loss"] == pytest.approx(nll / count, rel=1e-5)
 
 
-def test_whole_words_are_hidden_where_training_hid_them(masked_run: Path, tmp_path: Path) -> None:
-    """Of a word that is hidden in part the rest gives it away, which would look like a model that finds more."""
+def test_whole_words_are_masked_as_in_training(masked_run: Path, tmp_path: Path) -> None:
+    # The visible part of a word would reveal the masked part.
     loaded = load_model(masked_run, device="cpu")
     word = loaded.tokenizer.encode("catsing")
     assert len(word) == 3
@@ -71,14 +71,14 @@ def test_whole_words_are_hidden_where_training_hid_them(masked_run: Path, tmp_pa
     assert row["tokens"] == hidden.sum() > 50
 
 
-def test_what_cannot_be_evaluated(masked_run: Path, capsys) -> None:
+def test_length_that_does_not_divide_is_refused(masked_run: Path, capsys) -> None:
     assert length_tool.main([str(masked_run), "--lengths", "24", "64"]) == 2
     assert "--lengths 24: it must divide the longest length, 64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tool", "name"), [(length_tool, "length"), (masked_forms, "forms")])
-def test_pictures_of_a_step_lie_in_the_folder_of_its_run(masked_run: Path, tmp_path: Path, tool, name: str) -> None:
-    """A checkpoint is deleted when newer ones are there."""
+def test_pictures_of_a_step_are_in_the_run_folder(masked_run: Path, tmp_path: Path, tool, name: str) -> None:
+    """Old step folders are deleted during training."""
     run = shutil.copytree(masked_run, tmp_path / "run")
     (run / "metrics.jsonl").touch()
     (step,) = (run / "checkpoints").glob("step_*")
@@ -96,7 +96,7 @@ def test_forms_agree(masked_run: Path, tmp_path: Path, capsys) -> None:
     for form in ("chunked", "recurrent"):
         assert 0 < by_form[form, 256]["difference"] < 1e-5
     assert by_form["softmax attention", 32]["difference"] is None
-    # 8 times the length: the parallel form's matrix grows 64 times, what the chunked form holds 8 times.
+    # For 8 times the length, the parallel form's matrix grows 64 times, the chunked form's memory 8 times.
     assert by_form["parallel", 256]["mib"] > 2 * by_form["chunked", 256]["mib"]
     assert by_form["chunked", 256]["mib"] < 12 * by_form["chunked", 32]["mib"]
     assert out.stat().st_size > 5000

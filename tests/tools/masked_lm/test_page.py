@@ -1,4 +1,4 @@
-"""What docs/guide/masked_lm.md prints works as printed."""
+"""The code and the table of docs/guide/masked_lm.md are right."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_sentence_embeddings(masked_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_the_table_of_models(name: str) -> None:
+def test_table_of_models(name: str) -> None:
     (row,) = [line for line in PAGE.splitlines() if line.startswith("|") and f"`{name}`" in line]
     assert f"{count_parameters(load(CONFIGS / f'{name}.yml').model) / 1e6:.1f} M" in row

@@ -199,7 +199,7 @@ def test_an_interrupted_experiment_goes_on(
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == "interrupted: the same command goes on with the runs that are not finished"
+    assert errors.splitlines()[-1] == "interrupted: the same command resumes with the unfinished runs"
     first = results.read_text()
     assert first.count("\n") == 1
     assert evaluation.main([*command[2:], "--dry-run"]) == 0
@@ -221,7 +221,7 @@ def test_an_interrupt_while_processes_begin_is_one_sentence(words: list[str]) ->
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors.split("\n") == ["", "interrupted: the same command goes on with the runs that are not finished", ""]
+    assert errors.split("\n") == ["", "interrupted: the same command resumes with the unfinished runs", ""]
 
 
 @pytest.fixture
