@@ -59,7 +59,7 @@ def train(
         weight = sum(batch["loss_weight"].sum().item() for batch in micro_batches)
         loss = right = 0.0
         for batch in ({key: value.to(device) for key, value in batch.items()} for batch in micro_batches):
-            logits = model(batch["tokens"], mask=batch.get("mask")).float()
+            logits = model(batch["tokens"], mask=batch.get("mask"), cu_seqlens=batch.get("cu_seqlens")).float()
             nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
             part = (nll * batch["loss_weight"].flatten()).sum() / weight
             part.backward()

@@ -31,7 +31,7 @@ def test_layouts_over_nccl_train_as_one_process(tmp_path, processes):
     wrong = []
     for case in layouts.cases(processes):
         # The weights are drawn on the device, whose streams are not the CPU's: the oracle must draw there too.
-        wanted, _ = expected(case.model, tuple(case.changes.items()), "cuda", case.masked)
+        wanted, _ = expected(case.model, tuple(case.changes.items()), "cuda", case.masked, case.packed)
         result = results.get(case.name, {"error": "not reached"})
         if "error" in result:
             wrong.append((case.name, result["error"][-500:]))

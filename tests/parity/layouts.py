@@ -28,6 +28,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp": "gelu",
         "mlp_bias": True,
     },
+    "delta_rule": {
+        "mixers": ("gated_delta_net", "kda", "gdn2", "delta_net"),
+        "mixer_options": {
+            "gated_delta_net": {"num_value_heads": 8, "head_dim": 8},
+            "kda": {"allow_negative_eigenvalues": True},
+        },
+    },
     "hybrid": {"mixers": ("metala", "lion", "attention"), "mixer_options": LION, "mlp": "geglu", "mlp_bias": True},
 }
 
@@ -43,11 +50,12 @@ class Case:
     dtype: str = "fp32"
     masked: bool = False
     state: str = "fp32"
+    packed: bool = False
 
     @property
     def name(self) -> str:
         changes = "".join(f"-{key}={value}" for key, value in self.changes.items())
-        changes += "-masked" if self.masked else ""
+        changes += "-masked" if self.masked else "-packed" if self.packed else ""
         changes += "" if self.dtype == "fp32" else f"-{self.dtype}"
         return f"{self.layout}-{self.model}{changes}" + ("" if self.state == "fp32" else f"-{self.state} state")
 
@@ -70,10 +78,11 @@ def model_config(model: str, **changes: Any) -> ModelConfig:
     return ModelConfig(**{**values, **changes})
 
 
-def steps(masked: bool = False) -> list[list[dict[str, Tensor]]]:
+def steps(masked: bool = False, packed: bool = False) -> list[list[dict[str, Tensor]]]:
     """`STEPS` steps of `MICRO_BATCHES` micro batches of 2 samples; labels without loss, unevenly over micro batches.
 
     masked: the tokens are labels themselves, and those that have one are hidden; rows of unequal length are padded.
+    packed: both samples are one row of documents, which begin anywhere; one of them is empty.
     """
     generator = torch.Generator().manual_seed(7)
     out = []
@@ -89,7 +98,11 @@ def steps(masked: bool = False) -> list[list[dict[str, Tensor]]]:
                 hidden = tokens[:, :-1].masked_fill(here, 1)
                 step.append({"tokens": hidden, "labels": labels, "loss_weight": here.float(), "mask": mask})
                 continue
-            step.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight})
+            batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight}
+            if packed:
+                bounds = torch.tensor([0, 5 + index, 5 + index, LENGTH + 9, 2 * LENGTH], dtype=torch.int32)
+                batch = {key: value.reshape(1, -1) for key, value in batch.items()} | {"cu_seqlens": bounds}
+            step.append(batch)
         out.append(step)
     return out
 
@@ -180,6 +193,12 @@ MASKED = {
     "encoder": ("data2_zero3", "tensor2_sequence", "pipeline2", "data2_tensor2_zero3"),
 }
 MLM = {"head": "mlm"}
+# The mixers of the delta rule are the layers of one model.
+DELTA_RULE = (
+    *("tensor2_sequence", "pipeline2", "tensor2_zero0", "data2_zero2", "data2_zero3", "context2_recompute"),
+    *("context4", "context2_tensor2_sequence", "context2_pipeline2", "data2_tensor2_zero3"),
+)
+DELTA_RULE_PACKED = ("tensor2", "context2", "context4")
 SHORT = {"num_layers": 2}  # where no stages share them out
 UNTIED = {"tie_embeddings": False}
 POSITIONS = {"positions": "learned", "max_positions": LENGTH}
@@ -194,7 +213,7 @@ def cases(processes: int) -> list[Case]:
         Case(model, name, layout, {} if model == "hybrid" or "pipeline" in layout else SHORT)
         for name, layout in EVERY[processes].items()
         for model in MODELS
-        if model != "encoder"
+        if model not in ("encoder", "delta_rule")
     ]
     found += [Case("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
     layouts = EVERY[processes] | HYBRID[processes] | CONTEXT[processes]
@@ -209,8 +228,14 @@ def cases(processes: int) -> list[Case]:
         for name, layout in CONTEXT[processes].items()
         for model in SPLIT
     ]
+    found += [
+        Case("delta_rule", name, layouts[name], packed=packed)
+        for packed, names in ((False, DELTA_RULE), (True, DELTA_RULE_PACKED))
+        for name in names
+        if name in layouts
+    ]
     if processes == 2:
-        rest = [mixer for mixer in MIXERS if mixer not in MODELS and mixer != "lion"]
+        rest = [mixer for mixer in MIXERS if mixer not in (*MODELS, *MODELS["delta_rule"]["mixers"], "lion")]
         found += [Case(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], SHORT) for mixer in rest]
         # With the sequence cut, the gradient of all that is whole is summed; without, of what its word says.
         whole = [m for m in rest if any("replicated" in word for word in MIXERS[m].tensor_parallel_plan.values())]

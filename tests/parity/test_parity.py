@@ -29,13 +29,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
 
 @cache
 def expected(
-    case_model: str, changes: tuple[tuple[str, Any], ...], device: str = "cpu", masked: bool = False
+    case_model: str,
+    changes: tuple[tuple[str, Any], ...],
+    device: str = "cpu",
+    masked: bool = False,
+    packed: bool = False,
 ) -> tuple[list[tuple[float, float]], list[float]]:
     """(loss, gradient norm) of every step, and the share of the tokens that were predicted right."""
     config = layouts.model_config(case_model, **dict(changes))
     accuracies: list[float] = []
     options = {"seed": 11, "lr": layouts.LR, "warmup": layouts.WARMUP, "total": layouts.STEPS, "device": device}
-    return oracle.train(config, layouts.steps(masked), accuracies=accuracies, **options), accuracies
+    return oracle.train(config, layouts.steps(masked, packed), accuracies=accuracies, **options), accuracies
 
 
 # A change of the weights by 1e-7, float32's rounding, changes the norm of these at their initialisation by up to 3e-5
@@ -48,7 +52,7 @@ CASES = [(processes, case) for processes in (2, 4) for case in layouts.cases(pro
 def test_a_layout_trains_as_one_process(results, processes, case):
     result = results(processes)[case.name]
     assert "error" not in result, result["error"]
-    wanted, accuracies = expected(case.model, tuple(case.changes.items()), masked=case.masked)
+    wanted, accuracies = expected(case.model, tuple(case.changes.items()), masked=case.masked, packed=case.packed)
     if case.dtype == "fp32":
         assert result["accuracies"] == pytest.approx(accuracies, abs=1e-9)
     for index, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(result["history"], wanted, strict=True)):
@@ -57,7 +61,7 @@ def test_a_layout_trains_as_one_process(results, processes, case):
         tolerance *= 10 if case.model in ILL_CONDITIONED or case.dtype != "fp32" else 1
         assert norm == pytest.approx(wanted_norm, rel=tolerance), f"gradient norm of step {index}"
     nll, weight, right = result["evaluated"]
-    assert weight == sum(batch["loss_weight"].sum().item() for batch in layouts.steps(case.masked)[1])
+    assert weight == sum(batch["loss_weight"].sum().item() for batch in layouts.steps(case.masked, case.packed)[1])
     assert 0 <= right <= weight
     plain = case.model == "hybrid" and not case.changes and case.dtype == "fp32"
     same = results(2)["data2-hybrid"]["evaluated"][0] if plain else nll

@@ -97,7 +97,7 @@ def own(step: list[Any], grid: Grid) -> list[Any]:
 def run(case: layouts.LayoutCase) -> dict[str, Any]:
     grid = grid_of(case.parallel)
     # Where every micro batch costs collectives in every layer, fewer of them.
-    pairs = grid.data_size * grid.pipe_size == 1
+    pairs = grid.data_size * grid.pipe_size == 1 and not case.packed
     engine = engine_of(
         case.config,
         case.parallel,
@@ -108,7 +108,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         micro_batch_size=4 if pairs else 2,
     )
     history, accuracies, evaluated = [], [], []
-    for index, step in enumerate(layouts.steps(case.masked)):
+    for index, step in enumerate(layouts.steps(case.masked, case.packed)):
         step = layouts.in_pairs(step) if pairs else step
         result = engine.train_step(own(step, grid), lr=rate(index))
         history.append((result.loss, result.gradient_norm))
