@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d' ' -f1)
 
-.PHONY: help setup train test test-huggingface lint data-pile-sample data-c4-sample data-text-sample clean
+.PHONY: help setup lock train test test-huggingface lint data-pile-sample data-c4-sample data-text-sample clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -20,6 +20,10 @@ $(STAMP): requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@rm -f $(VENV)/.installed-*; touch $@
+
+lock:  ## write requirements.lock, every package with its hashes (needs uv)
+	uv pip compile requirements.txt --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
+	  --no-emit-find-links --custom-compile-command "make lock" --quiet --output-file requirements.lock
 
 train: setup  ## train the default model on this machine (about 7 minutes on 2 cores) and show what it learned
 	$(BIN)/python train.py

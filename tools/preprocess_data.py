@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--min-characters", type=from_zero, default=0, metavar="N", help="skip shorter documents (0)")
     add("--deduplicate", action="store_true", help="skip documents whose text equals an earlier one")
-    add("--ftfy", action="store_true", help="repair mis-decoded text with the package ftfy, which must be installed")
+    add("--ftfy", action="store_true", help="repair mis-decoded text with the package ftfy")
     add = parser.add_argument_group("tokenizer").add_argument
     add(
         "--tokenizer-type",

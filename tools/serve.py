@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name != "MetalionForCausalLM":
         raise ValueError(f"{options.folder} holds a {name}: only causal models of this project are served")
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
-        raise ValueError("the server is an extra of transformers: pip install 'transformers[serving]'")
+        raise ValueError("fastapi and uvicorn are not installed: pip install 'transformers[serving]'")
     import transformers
     from transformers.cli.serving import server
     from transformers.cli.serving.model_manager import ModelManager
@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
             "\n"
             "/v1/completions continues a text with the request's temperature (default 1; 0: greedy) and top_p.\n"
             "/v1/chat/completions needs a chat template, which a pretrained model does not have.\n"
-            "Requires pip install 'transformers[serving]'. See docs/guide/huggingface.md"
+            "See docs/guide/huggingface.md"
         ),
     )
     parser.add_argument("folder", type=Path, help="folder written by `tools.convert_hf export`")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 
 import pytest
 
 from tests.cli.conftest import ROOT, environment
+from tools.__main__ import JOBS, main
 from tools.cli.arguments import command
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,6 +54,32 @@ def test_help_answers_at_once(command):
     text, _, imported = help_of(*command.split()).rpartition("IMPORTED ")
     assert len(text) > 100
     assert imported.strip() == "[]"
+
+
+def test_table_of_jobs_holds_every_command_and_the_console_command_lists_it(capsys):
+    files = {
+        path for path in [ROOT / "train.py", ROOT / "eval.py", *(ROOT / "tools").glob("*.py")] if path.stem[0] != "_"
+    }
+    programs = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
+    programs |= {f"tools.{path.parent.name}" for path in (ROOT / "tools").glob("*/__main__.py")}
+    assert {program for program, _, _ in JOBS.values()} == programs
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    for job, (program, first, _) in JOBS.items():
+        assert re.search(rf"^  {job} .*\n +=.* {re.escape(' '.join([program, *first]))}", listed, re.MULTILINE)
+    assert main(["generat"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: generat is not a job: did you mean generate? metalion --help lists the jobs\n"
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"metalion": "tools.__main__:main"}
+
+
+@pytest.mark.parametrize("job", ["train", "generate", "length", "export"])
+def test_job_equals_its_program(job):
+    program, first, _ = JOBS[job]
+    assert help_of("tools", job) == help_of(program if "." in program else f"{program}.py", *first)
 
 
 def test_the_commands_of_the_documentation_exist():

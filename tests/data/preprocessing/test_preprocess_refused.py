@@ -1,7 +1,7 @@
 """Splits, broken lines, and what tools.preprocess_data refuses."""
 
-import importlib.util
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -77,8 +77,8 @@ def test_input_without_text(tmp_path, inline):
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.jsonl"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ftfy") is not None, reason="ftfy is installed here")
-def test_ftfy_must_be_installed():
+def test_ftfy_must_be_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ftfy", None)
     with pytest.raises(ValueError, match="--ftfy needs the package ftfy, which is not installed: pip install ftfy"):
         PreprocessingSettings("bytes", ftfy=True)
 
