@@ -188,3 +188,18 @@ def test_keys_of_yaml_blocks_exist(page: Path) -> None:
 def test_make_targets_exist(page: Path) -> None:
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"(?:^|&& )make ([a-z0-9-]+)", code(page), re.MULTILINE)) <= set(targets)
+
+
+def test_readme_lists_every_run_with_its_parameters() -> None:
+    rows = re.findall(
+        r"^\| (`\w[\w.]*\.yml`.*?) \| .* \| ([\d.]+ M.*?) \|.*\|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    listed: dict[str, str] = {}
+    for files, sizes in rows:
+        names = re.findall(r"`(.*?)`", files)
+        listed |= zip(names, sizes.split(", ") * len(names), strict=False)
+    assert set(listed) == {path.name for path in (ROOT / "configs").glob("*.yml")}
+    for file, size in listed.items():
+        model = ROOT / "configs" / "model" / file
+        if model.exists():
+            assert f"{size} parameters" in model.read_text().splitlines()[0], file
