@@ -27,7 +27,8 @@ PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - HISTORY)
 CONFIGS = sorted((ROOT / "configs").rglob("*.yml"))
 TOP = ("configs", "data", "docs", "megatron_lite", "models", "tests", "tools")
 EXPERIMENTS = ("mqar", "mad", "listops")
-NOT_HERE = {"models/mixers/decayed.py", "tools/datasets/preprocess_data.py"}  # the reader's own file, GPT-NeoX's
+# The reader's own files, and one of GPT-NeoX.
+NOT_HERE = {"models/mixers/decayed.py", "configs/NAME.yml", "tools/datasets/preprocess_data.py"}
 LAUNCHER_OPTIONS = {
     "--gpus-per-node",
     "--gpus-per-task",
