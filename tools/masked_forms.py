@@ -148,21 +148,18 @@ def _host_peak(work: Callable[[], Any]) -> int:
 
 def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
     """Plot time and memory against length, one line per form."""
-    from tools.reporting.style import COLORS, saved_figure
+    from tools.reporting.style import label_lines, log_axes, saved_figure, series_style
 
-    with saved_figure(out, 1, 2, figsize=(8.2, 3.4)) as (_, panels):
-        for key, label, axes in (("ms", "ms, one forward pass", panels[0]), ("mib", "peak MiB", panels[1])):
-            for form, color in zip((*FORMS, SOFTMAX), COLORS, strict=False):
-                chosen = [row for row in rows if row["form"] == form]
-                style = "--" if form == SOFTMAX else "-"
-                lengths = [row["length"] for row in chosen]
-                axes.plot(lengths, [row[key] for row in chosen], marker="o", ms=3.5, color=color, ls=style, label=form)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
-            axes.minorticks_off()
+    lengths = sorted({row["length"] for row in rows})
+    with saved_figure(out, 1, 2) as (_, panels):
+        for key, label, axes in (("ms", "ms per forward pass", panels[0]), ("mib", "peak MiB", panels[1])):
+            for number, form in enumerate((*FORMS, SOFTMAX)):
+                values = [row[key] for row in rows if row["form"] == form]
+                axes.plot(lengths, values, label=form, **series_style(number))
+            log_axes(axes, "x", lengths)
+            log_axes(axes, "y")
             axes.set(xlabel="tokens", ylabel=label)
-        panels[0].legend()
+        label_lines(panels[1])
 
 
 if __name__ == "__main__":

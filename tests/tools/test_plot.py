@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.metrics.logger import MetricsLogger
 from tools.plot import main
-from tools.reporting import run_curves
+from tools.reporting import run_curves, style
 from tools.reporting.run_curves import distinct_names, plot_loss, plot_runs, smooth
 from tools.reporting.style import COLORS
 
@@ -83,7 +83,7 @@ def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         metrics.close()
         runs.append(tmp_path / name)
     figures: list[Any] = []
-    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_runs(runs, Path())
     plot_runs(runs[:1], Path())
     panels = {(axes.get_title(loc="left"), axes.get_xlabel()): axes for axes in figures[0].axes}
@@ -100,7 +100,7 @@ def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     words = "   validation loss 6.500, 1.250 bits per byte"
     assert [text.get_text() for text in key.get_texts()] == [f"a{words}", f"b{words}"]
     scores = next(axes for axes in figures[1].axes if axes.get_title(loc="left") == "s, percent")
-    assert [text.get_text() for text in scores.get_legend().get_texts()] == ["x", "average"]  # no perplexity
+    assert [text.get_text() for text in scores.texts] == ["x", "average"]  # no perplexity
     assert drawn(scores) == [[(2, 40), (3, 40)], [(2, 52), (3, 53)]]
 
 
@@ -111,7 +111,7 @@ def test_the_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatc
     metrics.log(2, {"loss": 4.0, "accuracy": 0.4, "tokens": 2}, kind="validation")
     metrics.close()
     figures: list[Any] = []
-    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path, baseline=0.1)
     axes = figures[0].axes[1]
     found = drawn(axes)
@@ -122,15 +122,15 @@ def test_the_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatc
 
 
 def test_numbers_of_an_axis() -> None:
-    numbers = (7, 1500, 2.5e6, 3e9, 4e12)
-    assert [run_curves._engineering(n) for n in numbers] == ["7", "1.5 k", "2.5 M", "3 B", "4 T"]
+    numbers = (0.25, 8192, 65536, 15000, 2.5e6, 3e9, 4e12)
+    assert [style.plain_number(n) for n in numbers] == ["0.25", "8192", "64 Ki", "15 k", "2.5 M", "3 B", "4 T"]
     assert [run_curves._scientific(n) for n in (0, 0.25, 3e-4, 1.25e-5)] == ["0", "0.25", "3e-4", "1.25e-5"]
 
 
 def test_the_first_fall_of_the_loss_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a hundred steps, and no more."""
     run, figures = write_run(tmp_path / "run", steps=100), []
-    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(run)
     low, high = figures[0].axes[0].get_ylim()
     losses = smooth(np.array([2 + 6 / step + 0.05 * math.sin(step) for step in range(1, 101)]))
@@ -147,20 +147,20 @@ def test_tokens_stand_over_the_steps_that_saw_them(tmp_path: Path, monkeypatch: 
         metrics.log(step, {"loss": 2 + 1 / step, "tokens": tokens})
     metrics.close()
     figures = []
-    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path)
     axes = figures[0].axes[0]
     (top,) = axes.child_axes
     for step, tokens in ((5, 500), (50, 5000), (60, 14000), (110, 59000)):
         axes.set_xlim(-10, step)
-        figures[0].canvas.draw()
+        figures[0].draw_without_rendering()
         assert top.get_xlim() == pytest.approx((-1000, tokens))
 
 
 @pytest.mark.parametrize("steps", [2, 20])
 def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     run, figures = write_run(tmp_path / "short", steps=steps), []
-    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(run)
     plot_runs([run], tmp_path / "plot.png")
     ticks = [axes.get_xticks() for figure in figures for axes in figure.axes if axes.get_xlabel() == "step"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from data.atomic_io import write_text
-from tools.reporting.style import pyplot, save_figure
+from tools.reporting.style import COLORS, label_lines, log_axes, saved_figure, series_style
 from tools.reporting.tables import markdown_table
 
 
@@ -57,60 +57,47 @@ def plot_lines(
     in "batch"; plot points at LENGTHxBATCH without lines.
     """
     shapes = sorted({(row["length"], row["batch"]) for row in rows}) if batches else []
-    plt = pyplot()
-    figure, grid = plt.subplots(
-        1, len(panels), figsize=(5.5 * len(panels), 4.2), constrained_layout=True, squeeze=False
-    )
-    axes = grid[0]
-    for method in dict.fromkeys(row["method"] for row in rows):
-        for axis, column in zip(axes, panels, strict=True):
-            points = [
-                (shapes.index((row["length"], row["batch"])) if batches else row["length"], row[column])
-                for row in rows
-                if row["method"] == method and row[column] is not None
-            ]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", linestyle="none" if batches else "-", label=method)
-    for axis, label in zip(axes, panels.values(), strict=True):
-        if linear:
-            axis.set_ylim(0, 1.08 * axis.dataLim.ymax)
-            axis.yaxis.set_major_formatter("{x:,.0f}")
-        else:
-            axis.set_yscale("log", base=2)
-            low, high = axis.get_ylim()
-            if high < 8 * low:  # too few powers of two for ticks
-                axis.yaxis.set_major_locator(plt.MaxNLocator(6))
-            axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_ylabel(label)
-        if batches:
-            axis.set_xlabel("length x batch")
-            axis.set_xticks(range(len(shapes)), [f"{length}x{batch}" for length, batch in shapes])
-        else:
-            axis.set_xscale("log", base=2)
-            axis.set_xlabel("length")
-            axis.set_xticks(lengths := sorted({row["length"] for row in rows}), [str(length) for length in lengths])
-        axis.grid(True, which="major", alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    save_figure(figure, path, dpi=130)
+    with saved_figure(path, 1, len(panels), squeeze=False) as (figure, grid):
+        for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+            style = series_style(number) | ({"ls": ""} if batches else {})
+            for axis, column in zip(grid[0], panels, strict=True):
+                points = [
+                    (shapes.index((row["length"], row["batch"])) if batches else row["length"], row[column])
+                    for row in rows
+                    if row["method"] == method and row[column] is not None
+                ]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label=method, **style)
+        for axis, label in zip(grid[0], panels.values(), strict=True):
+            if linear:
+                axis.set_ylim(0, 1.08 * axis.dataLim.ymax)
+                axis.yaxis.set_major_formatter("{x:,.0f}")
+            else:
+                log_axes(axis, "y")
+            axis.set_ylabel(label)
+            if batches:
+                axis.set_xlabel("length x batch")
+                axis.set_xticks(range(len(shapes)), [f"{length}\nx {batch}" for length, batch in shapes])
+                axis.margins(x=0.15)
+            else:
+                axis.set_xlabel("length")
+                log_axes(axis, "x", {row["length"] for row in rows})
+        label_lines(grid[0][-1])
+        figure.suptitle(title)
 
 
 def plot_bars(path: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], title: str) -> None:
     """Plot horizontal bars: one panel per column, one bar per method, sorted by the first column."""
-    plt = pyplot()
-    rows = sorted(
-        (row for row in rows if row[next(iter(columns))] is not None), key=lambda row: row[next(iter(columns))]
-    )
-    figure, axes = plt.subplots(
-        1, len(columns), figsize=(5.5 * len(columns), 1 + 0.28 * len(rows)), constrained_layout=True, squeeze=False
-    )
-    for axis, (column, label) in zip(axes[0], columns.items(), strict=True):
-        colours = ["tab:orange" if row["method"] == "attention" else "tab:blue" for row in rows]
-        axis.barh([row["method"] for row in rows], [row[column] or 0 for row in rows], color=colours)
-        axis.set_xlabel(label)
-        axis.grid(True, axis="x", alpha=0.3)
-    figure.suptitle(title, fontsize=10)
-    save_figure(figure, path, dpi=130)
+    first = next(iter(columns))
+    rows = sorted((row for row in rows if row[first] is not None), key=lambda row: row[first])
+    options = {"height": 1 + 0.22 * len(rows), "squeeze": False, "sharey": True}
+    with saved_figure(path, 1, len(columns), **options) as (figure, axes):
+        for axis, (column, label) in zip(axes[0], columns.items(), strict=True):
+            colors = [COLORS[row["method"] == "attention"] for row in rows]
+            axis.barh([row["method"] for row in rows], [row[column] or 0 for row in rows], color=colors)
+            axis.set_xlabel(label)
+            axis.grid(axis="y", visible=False)
+        figure.suptitle(title)
 
 
 def _text(value: Any) -> str:

@@ -125,24 +125,22 @@ def token_nll(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) 
 
 def plot_positions(results: list[LossByPosition], out: Path) -> None:
     """Draw bits per byte against position, one line per text, and mark the trained length."""
-    from tools.reporting.style import COLORS, saved_figure
+    from tools.reporting.style import GRAY, label_lines, log_axes, saved_figure, series_style
 
-    with saved_figure(out, figsize=(6.4, 3.9)) as (_, axes):
+    with saved_figure(out) as (_, axes):
         for number, result in enumerate(results):
             bins = result.bins()
             middle = [math.sqrt(b["from"] * b["to"]) for b in bins]
             label = result.name if len(result.name) <= 40 else f"...{result.name[-37:]}"
-            color = COLORS[number % len(COLORS)]
-            axes.plot(middle, [b["bits_per_byte"] for b in bins], color=color, marker="o", ms=2.5, label=label)
+            axes.plot(middle, [b["bits_per_byte"] for b in bins], label=label, **series_style(number))
         trained = results[0].trained_length
-        axes.axvline(trained, color="#555555", lw=1.0, ls="--")
+        axes.axvline(trained, color=GRAY, lw=1.0, ls="--")
         axes.annotate(
             f" trained length {trained:,}", (trained, 0.97), xycoords=("data", "axes fraction"), fontsize=8, va="top"
         )
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        log_axes(axes, "x", [2**power for power in range(32) if middle[0] <= 2**power <= middle[-1]])
         axes.set(xlabel="position in the piece (tokens)", ylabel="bits per byte", title="Loss by position")
-        axes.legend(loc="lower left", fontsize=8)
+        label_lines(axes)
 
 
 def run_positions(

@@ -260,8 +260,8 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
         (right, (0, 100), 0, "answers right, %"),
         (likely, (np.nanmin(likely), 0), 1, "log-likelihood of the number, nats"),
     )
-    size = (2 * (1.4 + 0.8 * len(lengths)), 1.5 + 0.3 * len(depths))
-    with saved_figure(out, 1, 2, style={"axes.grid": False}, figsize=size, sharey=True) as (figure, both):
+    height = 1.5 + 0.3 * len(depths)
+    with saved_figure(out, 1, 2, style={"axes.grid": False}, height=height, sharey=True) as (figure, both):
         for axes, (values, (low, high), digits, words) in zip(both, panels, strict=True):
             axes.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
             for row, column in np.argwhere(~np.isnan(values)):
@@ -272,7 +272,7 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
             axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
             axes.set(title=words, xlabel="tokens of text" + (f" (trained at {trained:,})" if trained else ""))
         both[0].set_ylabel("depth of the needle, %")
-        figure.suptitle(results["title"], fontsize=10.5)
+        figure.suptitle(results["title"])
 
 
 def _by_place(results: dict[str, Any], value: str) -> Any:

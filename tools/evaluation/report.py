@@ -159,39 +159,22 @@ def latex(tables: Sequence[Table]) -> str:
 
 def bar_chart(tables: Sequence[Table], out: Path) -> None:
     """Draw one panel per suite, one group per column and one bar per model. A line across a group marks chance."""
-    from tools.reporting.style import COLORS, saved_figure
+    from tools.reporting.style import grouped_bars, saved_figure
 
-    with saved_figure(out, len(tables), figsize=(11.5, 3.3 * len(tables)), squeeze=False) as (_, panels):
+    with saved_figure(out, len(tables), squeeze=False) as (_, panels):
         for axes, table in zip(panels[:, 0], tables, strict=True):
             labels = [column.label for column in table.columns if not is_raw(column.metric)]
-            width = 0.8 / max(1, len(table.rows))
-            for number, row in enumerate(table.rows):
-                places = [i + (number - (len(table.rows) - 1) / 2) * width for i in range(len(labels))]
-                shown = [(p, *row.cells[label]) for p, label in zip(places, labels, strict=True) if label in row.cells]
-                if not shown:
-                    continue
-                x, heights, errors = zip(*shown, strict=True)
-                axes.bar(
-                    x,
-                    heights,
-                    width * 0.92,
-                    yerr=[e or 0.0 for e in errors],
-                    color=COLORS[number % len(COLORS)],
-                    alpha=0.45 if row.published else 1.0,
-                    label=row.model,
-                    error_kw={"lw": 0.9, "ecolor": "#444444"},
-                )
+            published = [row.model for row in table.rows if row.published]
+            grouped_bars(axes, labels, [(row.model, row.cells) for row in table.rows], faint=published)
             for i, label in enumerate(labels):
                 if label in table.chance:
                     axes.hlines(
                         table.chance[label], i - 0.45, i + 0.45, color="black", lw=1.1, ls=(0, (3, 2)), zorder=4
                     )
             axes.plot([], [], color="black", lw=1.1, ls=(0, (3, 2)), label="chance")
-            axes.set_xticks(range(len(labels)), labels, fontsize=8)
             axes.set(title=table.title, ylabel="percent")
             axes.set_ylim(bottom=0)
-            axes.grid(axis="x", visible=False)
-            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _columns(suite: Suite, results: Sequence[Results]) -> tuple[Column, ...]:

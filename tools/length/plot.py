@@ -6,23 +6,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.reporting.style import COLORS, STYLE, pyplot, save_figure
+from tools.reporting.style import GRAY, label_lines, log_axes, saved_figure, series_style
 
 
 def plot_accuracy(results: dict[str, list[dict[str, float]]], out: Path) -> None:
     """Plot masked-token accuracy against length, one line per run. A dotted line marks the trained length."""
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(5.2, 3.4))
-        for label, rows, color in zip(_labels(results), results.values(), COLORS * len(results), strict=False):
-            lengths = [row["length"] for row in rows]
-            axes.plot(lengths, [100 * row["accuracy"] for row in rows], marker="o", color=color, label=label)
+    with saved_figure(out) as (_, axes):
+        for number, (label, rows) in enumerate(zip(_labels(results), results.values(), strict=True)):
+            accuracies = [100 * row["accuracy"] for row in rows]
+            axes.plot([row["length"] for row in rows], accuracies, label=label, **series_style(number))
         _length_axis(axes, list(results.values()))
         axes.set(ylabel="masked-token accuracy, percent")
         best = max(row["accuracy"] for rows in results.values() for row in rows)
         axes.set_ylim(0, 120 * best or 1)
-        axes.legend()
-        save_figure(figure, out)
+        label_lines(axes)
 
 
 def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) -> None:
@@ -30,33 +27,23 @@ def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) 
 
     A dotted line marks the trained length. Error bars are one standard error.
     """
-    plt = pyplot()
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
-        for label, result, color in zip(_labels(results), results.values(), COLORS * len(results), strict=False):
-            rows, ranges = result["by_length"], result["by_position"]
-            left.plot([r["length"] for r in rows], [r["loss"] for r in rows], marker="o", color=color)
-            right.errorbar(
-                [r["to"] for r in ranges],
-                [r["change"] for r in ranges],
-                yerr=[r["change_stderr"] for r in ranges],
-                marker="o",
-                elinewidth=0.9,
-                color=color,
-                label=label,
-            )
+    with saved_figure(out, 1, 2) as (_, (left, right)):
+        for number, (label, result) in enumerate(zip(_labels(results), results.values(), strict=True)):
+            rows, ranges, style = result["by_length"], result["by_position"], series_style(number)
+            left.plot([r["length"] for r in rows], [r["loss"] for r in rows], **style)
+            changes, errors = ([r[key] for r in ranges] for key in ("change", "change_stderr"))
+            right.errorbar([r["to"] for r in ranges], changes, yerr=errors, elinewidth=0.9, label=label, **style)
         by_length = [result["by_length"] for result in results.values()]
         for axes in (left, right):
             _length_axis(axes, by_length)
-        right.axhline(0, color="#555555", lw=0.8)
+        right.axhline(0, color=GRAY, lw=0.8)
         left.set(ylabel="loss (nats per token)", title="Loss of the same tokens by context length")
         right.set(
             xlabel="position, up to",
             ylabel="change of the loss (nats per token)",
             title="Full context minus trained length",
         )
-        right.legend(fontsize=8)
-        save_figure(figure, out)
+        label_lines(right)
 
 
 def _labels(results: Iterable[str]) -> list[str]:
@@ -69,8 +56,6 @@ def _labels(results: Iterable[str]) -> list[str]:
 def _length_axis(axes: Any, runs: list[list[dict[str, float]]]) -> None:
     lengths = sorted({row["length"] for rows in runs for row in rows})
     for trained in {rows[0]["trained_at"] for rows in runs}:
-        axes.axvline(trained, color="#777777", ls=":", lw=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
-    axes.minorticks_off()
+        axes.axvline(trained, color=GRAY, ls=":", lw=1)
+    log_axes(axes, "x", lengths)
     axes.set(xlabel="context length, tokens (dotted: trained length)")

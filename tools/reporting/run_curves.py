@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.metrics.logger import read_metrics
-from tools.reporting.style import COLORS, STYLE, pyplot, save_figure
+from tools.reporting.style import COLORS, GRAY, label_lines, log_axes, plain_number, saved_figure, series_style
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,10 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
     For a masked model a second panel shows the accuracy. baseline: accuracy of the unigram model, drawn as a dotted line.
     Raises FileNotFoundError and ValueError as `read_run`.
     """
-    plt = pyplot()
     data = read_run(run)
     out = out or run / "loss.png"
-    with plt.rc_context(STYLE):
-        masked = any("accuracy" in line for line in data.train)
-        figure, panels = plt.subplots(
-            1, 1 + masked, figsize=(6.4 + 4.2 * masked, 3.9), layout="constrained", squeeze=False
-        )
+    masked = any("accuracy" in line for line in data.train)
+    with saved_figure(out, 1, 1 + masked, squeeze=False) as (_, panels):
         axes = panels[0, 0]
         if masked:
             _draw_accuracy(panels[0, 1], data, baseline)
@@ -82,12 +78,11 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
         steps, tokens = (np.concatenate([[0.0], column(data.train, key)]) for key in ("step", "tokens"))
         if (np.diff(tokens) > 0).all() and (np.diff(steps) > 0).all():
             top = axes.secondary_xaxis("top", functions=(_through(steps, tokens), _through(tokens, steps)))
-            top.xaxis.set_major_formatter(_engineering)
+            top.xaxis.set_major_formatter(plain_number)
             top.set_xlabel("tokens")
         for panel in panels.flat:
-            panel.xaxis.set_major_locator(plt.MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+            panel.xaxis.set_major_locator(_whole_numbers())
         _legend_of_styles(axes, bool(data.validation))
-        save_figure(figure, out)
     return out
 
 
@@ -96,16 +91,18 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
 
     Raises FileNotFoundError and ValueError as `read_run`.
     """
-    plt = pyplot()
+    from matplotlib.lines import Line2D
+
     data = [read_run(path, name) for path, name in zip(runs, distinct_names(runs), strict=True)]
-    with plt.rc_context(STYLE):
-        panels = -(-len({key.partition("/")[0] for run in data for key in _scores(run)}) // 2)
-        figure = plt.figure(figsize=(10.5, 6.6 + 3.0 * panels), layout="constrained")
-        grid = figure.add_gridspec(2 + panels, 6, height_ratios=[1.5, 1.0, *[1.2] * panels])
+    suites = dict.fromkeys(key.partition("/")[0] for run in data for key in _scores(run))
+    score_rows = -(-len(suites) // 2)
+    with saved_figure(out, 0, height=6.6 + 3.0 * score_rows) as (figure, _):
+        grid = figure.add_gridspec(2 + score_rows, 6, height_ratios=[1.5, 1.0, *[1.2] * score_rows])
         by_step, by_tokens = figure.add_subplot(grid[0, :3]), figure.add_subplot(grid[0, 3:])
         speed, rate, norm = (figure.add_subplot(grid[1, 2 * i : 2 * i + 2]) for i in range(3))
-        for run, color in zip(data, _colors(len(data)), strict=True):
-            faint = 0.25 if len(data) == 1 else 0.12
+        faint = 0.25 if len(data) == 1 else 0.12
+        for number, run in enumerate(data):
+            color = series_style(number)["color"]
             _draw_loss(by_step, run, color, "step", faint)
             _draw_loss(by_tokens, run, color, "tokens", faint)
             _draw(speed, run, color, "tokens_per_second", faint)
@@ -114,30 +111,25 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
         for axes in (by_step, by_tokens):
             _limit_loss(axes, data)
         for axes in (by_step, by_tokens, speed, rate, norm):
-            axes.xaxis.set_major_locator(plt.MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
-            axes.xaxis.set_major_formatter(_engineering)
-        speed.yaxis.set_major_formatter(_engineering)
+            axes.xaxis.set_major_locator(_whole_numbers())
+            axes.xaxis.set_major_formatter(plain_number)
+        speed.yaxis.set_major_formatter(plain_number)
         _limit_robust(speed, [column(run.train, "tokens_per_second") for run in data])
         rate.set_ylim(bottom=0)
         rate.yaxis.set_major_formatter(_scientific)
         if any((column(run.train, "gradient_norm") > 0).any() for run in data):
-            norm.set_yscale("log")
-            norm.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
-            norm.yaxis.set_major_formatter("{x:g}")
-            norm.yaxis.set_minor_locator(plt.NullLocator())
+            log_axes(norm, "y")
         by_step.set(xlabel="step", title="loss (nats per token)")
         by_tokens.set(xlabel="tokens", title="loss (nats per token)")
         speed.set(xlabel="step", title="tokens per second")
         rate.set(xlabel="step", title="learning rate")
         norm.set(xlabel="step", title="gradient norm")
         _legend_of_styles(by_tokens, any(run.validation for run in data))
-        suites = dict.fromkeys(key.partition("/")[0] for run in data for key in _scores(run))
         for i, suite in enumerate(suites):
             _draw_scores(figure.add_subplot(grid[2 + i // 2, 3 * (i % 2) : 3 * (i % 2) + 3]), data, suite)
-        handles = [plt.matplotlib.lines.Line2D([], [], color=c, lw=2.5) for c in _colors(len(data))]
+        handles = [Line2D([], [], color=series_style(i)["color"], lw=2.5) for i in range(len(data))]
         labels = [run.name + _result(run) for run in data]
         figure.legend(handles, labels, loc="outside upper left", ncols=1 if len(data) == 1 else 2, fontsize=9.5)
-        save_figure(figure, out)
     return out
 
 
@@ -161,8 +153,10 @@ def _through(x: NDArray[np.float64], y: NDArray[np.float64]) -> Callable[[Any], 
     return value
 
 
-def _colors(count: int) -> list[str]:
-    return [COLORS[i % len(COLORS)] for i in range(count)]
+def _whole_numbers() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True)
 
 
 def _draw_loss(axes: Any, run: Run, color: str, x: str, faint: float) -> None:
@@ -178,7 +172,7 @@ def _draw_accuracy(axes: Any, run: Run, baseline: float | None) -> None:
         points = {"marker": "o", "ms": 4.5, "mfc": "white", "mew": 1.4}
         axes.plot(column(run.validation, "step"), column(run.validation, "accuracy"), color=COLORS[0], lw=0, **points)
     if baseline is not None and math.isfinite(baseline):
-        axes.axhline(baseline, color="#555555", ls=":", lw=1.2, label="the most frequent token")
+        axes.axhline(baseline, color=GRAY, ls=":", lw=1.2, label="the most frequent token")
         axes.legend(loc="lower right")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_ylim(bottom=0)
@@ -200,23 +194,19 @@ def _scores(run: Run) -> list[str]:
 
 def _draw_scores(axes: Any, runs: Sequence[Run], suite: str) -> None:
     """Plot a suite against steps: all scores of one run; for several runs the average, or all scores without one."""
-    for run, color in zip(runs, _colors(len(runs)), strict=True):
+    for number, run in enumerate(runs):
         keys = [key for key in _scores(run) if key.partition("/")[0] == suite]
         averages = [key for key in keys if key.endswith("/average")]
-        shown = averages or keys if len(runs) > 1 else keys
-        for i, key in enumerate(shown):
-            style: dict[str, Any] = {"lw": 1.0, "marker": "o", "ms": 2.5, "ls": "-" if i < len(COLORS) else "--"}
+        for i, key in enumerate((averages or keys) if len(runs) > 1 else keys):
+            style = series_style(i) if len(runs) == 1 else {"color": series_style(number)["color"], "marker": "o"}
+            style |= {"lw": 1.0, "ms": 2.5}
             if key in averages:
-                style.update(lw=2.4, color="black", ls="-")
-            else:
-                style["color"] = _colors(i + 1)[i]
-            if len(runs) > 1:
-                style["color"] = color
+                style |= {"lw": 2.4, "ls": "-"} | ({"color": "black"} if len(runs) == 1 else {})
             axes.plot(column(run.evaluation, "step"), column(run.evaluation, key), label=key.partition("/")[2], **style)
-    axes.xaxis.set_major_formatter(_engineering)
+    axes.xaxis.set_major_formatter(plain_number)
     axes.set(xlabel="step", title=f"{suite}, percent" if len(runs) == 1 else f"{suite}, average, percent")
     if len(runs) == 1:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), fontsize=7, handlelength=1.6, labelspacing=0.3)
+        label_lines(axes, size=7)
 
 
 def _limit_loss(axes: Any, runs: Sequence[Run]) -> None:
@@ -240,11 +230,10 @@ def _limit_robust(axes: Any, values: Sequence[NDArray[np.float64]]) -> None:
 def _legend_of_styles(axes: Any, validation: bool) -> None:
     from matplotlib.lines import Line2D
 
-    gray = "#555555"
-    handles = [Line2D([], [], color=gray, lw=0.8, alpha=0.4), Line2D([], [], color=gray, lw=1.5)]
+    handles = [Line2D([], [], color=GRAY, lw=0.8, alpha=0.4), Line2D([], [], color=GRAY, lw=1.5)]
     labels = ["training, every logged step", "training, smoothed"]
     if validation:
-        handles.append(Line2D([], [], color=gray, lw=0, marker="o", ms=4.5, mfc="white", mew=1.4))
+        handles.append(Line2D([], [], color=GRAY, lw=0, marker="o", ms=4.5, mfc="white", mew=1.4))
         labels.append("validation")
     axes.legend(handles, labels, loc="upper right", fontsize=8)
 
@@ -255,13 +244,6 @@ def _result(run: Run) -> str:
     last = run.validation[-1]
     text = f"   validation loss {last.get('loss', math.nan):.3f}"
     return text + (f", {last['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in last else "")
-
-
-def _engineering(value: float, _position: int | None = None) -> str:
-    for limit, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.4g}{suffix}"
-    return f"{value:.4g}"
 
 
 def _scientific(value: float, _position: int | None = None) -> str:

@@ -1,20 +1,27 @@
-"""Define the style of all figures and write them."""
+"""Define the style of all figures: size, colours, markers, axes, labels at the lines, bars.
+
+Start with `saved_figure`. All figures are WIDTH inches wide, so that their text has one size in the documentation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data.atomic_io import atomic_write
 
 # Okabe and Ito (2008): distinguishable with every kind of colour vision, and in print.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^vPX*<>hp"
+GRAY = "#555555"
+WIDTH = 9.6
+ROW_HEIGHT = 3.6
 STYLE: dict[str, Any] = {
     "figure.dpi": 100,
     "savefig.dpi": 160,
-    "savefig.bbox": "tight",
     "font.size": 9,
     "axes.titlesize": 9.5,
     "axes.titlelocation": "left",
@@ -23,10 +30,13 @@ STYLE: dict[str, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
+    "figure.titlesize": 10.5,
     "grid.color": "#e3e3e3",
     "grid.linewidth": 0.7,
     "legend.frameon": False,
+    "legend.fontsize": 8,
     "lines.linewidth": 1.5,
+    "lines.markersize": 4.5,
     "pdf.fonttype": 42,
 }
 
@@ -41,32 +51,137 @@ def pyplot() -> Any:
     return plt
 
 
-def save_figure(figure: Any, out: Path, **options: Any) -> None:
-    """Write a figure whole or not at all, in the format that its name ends with, and close it. Makes its folder.
-
-    options: of `matplotlib.figure.Figure.savefig`.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic_write(out) as file:
-            figure.savefig(file, format=out.suffix[1:], **options)
-    finally:
-        pyplot().close(figure)
-
-
 @contextmanager
 def saved_figure(
-    out: Path, rows: int = 1, columns: int = 1, *, style: Mapping[str, Any] | None = None, **options: Any
+    out: Path,
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    height: float | None = None,
+    style: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Any, Any]]:
     """Yield a figure and its axes in the project's style, then write the figure to a file.
 
-    style: entries of `STYLE` to replace. options: of `matplotlib.pyplot.subplots`.
+    rows, columns: of axes; rows = 0 yields no axes. height: in inches; default ROW_HEIGHT per row. style: entries of
+    `STYLE` to replace. options: of `matplotlib.pyplot.subplots`.
     """
     plt = pyplot()
+    options |= {"figsize": (WIDTH, height or ROW_HEIGHT * max(1, rows)), "layout": "constrained"}
     with plt.rc_context({**STYLE, **(style or {})}):
-        figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
+        figure, axes = plt.subplots(rows, columns, **options) if rows else (plt.figure(**options), None)
         try:
             yield figure, axes
             save_figure(figure, out)
         finally:
             plt.close(figure)
+
+
+def save_figure(figure: Any, out: Path) -> None:
+    """Write a figure atomically, in the format of the file's suffix. Makes its folder."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out) as file:
+        figure.savefig(file, format=out.suffix[1:])
+
+
+def series_style(index: int) -> dict[str, Any]:
+    """Return colour, marker and line style of a series. 18 series differ in colour or line style, 12 in their marker."""
+    return {
+        "color": COLORS[index % len(COLORS)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "ls": ("-", "--", ":")[index // len(COLORS) % 3],
+    }
+
+
+def log_axes(axes: Any, axis: Literal["x", "y"], ticks: Sequence[float] | None = None) -> None:
+    """Make the x or y axis logarithmic, with plain numbers at the given ticks or at 1, 2 and 5 times powers of 10."""
+    from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+
+    axes.set(**{f"{axis}scale": "log"})
+    ruler = getattr(axes, f"{axis}axis")
+    low, high = ruler.get_view_interval()
+    # An axis of less than a decade holds too few of the numbers 1, 2 and 5.
+    default = LogLocator(subs=(1, 2, 5)) if high > 8 * low else MaxNLocator(6, steps=[1, 2, 5, 10])
+    ruler.set_major_locator(default if ticks is None else FixedLocator(sorted(ticks)))
+    ruler.set_minor_locator(NullLocator())
+    ruler.set_major_formatter(plain_number)
+
+
+def plain_number(value: float, _position: int | None = None) -> str:
+    """Return a number for an axis: 0.25, 512, 20 k, 2.5 M; powers of two from 16,384 on as 16 Ki."""
+    if value >= 2**14 and math.log2(value).is_integer():
+        return f"{value / 2**20:g} Mi" if value >= 2**20 else f"{value / 2**10:g} Ki"
+    for limit, unit, suffix in ((1e12, 1e12, " T"), (1e9, 1e9, " B"), (1e6, 1e6, " M"), (1e4, 1e3, " k")):
+        if abs(value) >= limit:
+            return f"{value / unit:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def label_lines(axes: Any, *, size: float = 8) -> None:
+    """Write the label of each line beside its last point, without overlaps, in place of a legend.
+
+    Call it when the lines and limits of the figure are complete.
+    """
+    if engine := axes.figure.get_layout_engine():
+        engine.execute(axes.figure)
+    box = axes.get_window_extent()
+    gap = 1.25 * size * axes.figure.dpi / 72 / box.height
+    lines = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    lines |= {bars.get_label(): bars[0] for bars in axes.containers if bars[0] is not None}  # of `errorbar`
+    labels = [label for label, line in lines.items() if len(line.get_ydata())]
+    ends = [(lines[label].get_xdata()[-1], lines[label].get_ydata()[-1]) for label in labels]
+    heights = [(axes.transData.transform(end)[1] - box.y0) / box.height for end in ends]
+    order = sorted(range(len(labels)), key=lambda index: heights[index])
+    # The nearest heights with at least `gap` between neighbours: isotonic regression by pooling adjacent violators.
+    pools: list[tuple[float, int]] = []
+    for number, index in enumerate(order):
+        mean, count = heights[index] - number * gap, 1
+        while pools and pools[-1][0] > mean:
+            other, others = pools.pop()
+            mean, count = (mean * count + other * others) / (count + others), count + others
+        pools.append((mean, count))
+    places = [mean for mean, count in pools for _ in range(count)]
+    for number, index in enumerate(order):
+        color = lines[labels[index]].get_color()
+        axes.annotate(
+            labels[index],
+            ends[index],
+            xytext=(1.03, places[number] + number * gap),
+            textcoords="axes fraction",
+            color=color,
+            fontsize=size,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5, "shrinkA": 1, "shrinkB": 2, "relpos": (0, 0.5)},
+        )
+
+
+Bars = Mapping[str, tuple[float, float | None]]
+
+
+def grouped_bars(
+    axes: Any, labels: Sequence[str], series: Sequence[tuple[str, Bars]], faint: Collection[str] = ()
+) -> None:
+    """Draw series of {label: (height, error or None)}. The bars of a label are centred on its tick. faint: pale series."""
+    width = 0.84 / max(1, len(series))
+    for index, (name, bars) in enumerate(series):
+        places, heights, errors = [], [], []
+        for tick, label in enumerate(labels):
+            if label in bars:
+                present = [number for number, (_, others) in enumerate(series) if label in others]
+                places.append(tick + (present.index(index) - (len(present) - 1) / 2) * width)
+                heights.append(bars[label][0])
+                errors.append(bars[label][1] or 0.0)
+        if places:
+            axes.bar(
+                places,
+                heights,
+                0.92 * width,
+                yerr=errors if any(errors) else None,
+                label=name,
+                color=COLORS[index % len(COLORS)],
+                hatch=("", "//", "xx")[index // len(COLORS) % 3],
+                alpha=0.45 if name in faint else 1.0,
+                error_kw={"lw": 0.9, "ecolor": "#444444"},
+            )
+    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.grid(axis="x", visible=False)

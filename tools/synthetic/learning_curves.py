@@ -17,9 +17,7 @@ Histories = dict[str, list[list[float]]]
 
 def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results: Results, out: Path) -> None:
     """Plot the best run of each sweep, one panel per task and width. Several seeds are shown as mean and range."""
-    from tools.reporting.style import STYLE, pyplot, save_figure
-
-    plt = pyplot()
+    from tools.reporting.style import saved_figure
 
     panels_data: dict[tuple[int, str], Histories] = {}
     for sweep in sweeps:
@@ -29,15 +27,9 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
             panel = panels_data.setdefault((sweep[0].width, sweep[0].task), {})
             panel.setdefault(sweep[0].model, []).append(best["history"])
     models = [model for model in experiment.models if any(model in histories for histories in panels_data.values())]
-    widths, tasks = (
-        sorted({width for width, _ in panels_data}),
-        list(dict.fromkeys(task for _, task in panels_data)),
-    )
-    with plt.rc_context(STYLE):
-        size = (4.2 * len(tasks) + 1.8, 3.0 * len(widths) + 0.6)
-        figure, panels = plt.subplots(
-            len(widths), len(tasks), figsize=size, layout="constrained", sharex="col", sharey=True, squeeze=False
-        )
+    widths, tasks = sorted({width for width, _ in panels_data}), list(dict.fromkeys(task for _, task in panels_data))
+    shared = {"sharex": "col", "sharey": True, "squeeze": False}
+    with saved_figure(out, len(widths), len(tasks), **shared) as (figure, panels):
         for row, width in zip(panels, widths, strict=True):
             for axes, task in zip(row, tasks, strict=True):
                 for model, runs in panels_data.get((width, task), {}).items():
@@ -49,21 +41,21 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         figure.supylabel(f"{split} accuracy, percent", fontsize="medium")
         for axes in panels[-1]:
             axes.set_xlabel("epoch")
+        # A legend: labels at the ends of lines that stop early would be far from them.
         handles: dict[str, Any] = {}
         for axes in panels.flat:
             handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8, handlelength=3)
-        save_figure(figure, out)
+        figure.legend(handles.values(), handles.keys(), loc="outside right upper", handlelength=3)
 
 
 def _draw_model(axes: Any, runs: list[list[float]], experiment: Experiment, number: int, label: str) -> None:
-    from tools.reporting.style import COLORS
+    from tools.reporting.style import series_style
 
     # Extend a run that stopped at its target by its last value, so that the last point equals the table's value.
     longest = max(map(len, runs))
     values = 100 * np.array([[*run, *[run[-1]] * (longest - len(run))] for run in runs])
     # The last epoch is evaluated even if evaluate_every does not divide it.
     epochs = np.minimum(experiment.evaluate_every * np.arange(1, longest + 1), experiment.epochs)
-    style = {"color": COLORS[number % len(COLORS)], "ls": "-" if number < len(COLORS) else "--"}
-    axes.plot(epochs, values.mean(0), label=label, marker="o", markevery=[-1] if longest >= 10 else None, ms=3, **style)
+    style = series_style(number)
+    axes.plot(epochs, values.mean(0), label=label, markevery=[-1] if longest >= 10 else None, **style)
     axes.fill_between(epochs, values.min(0), values.max(0), color=style["color"], alpha=0.15, lw=0)

@@ -117,22 +117,19 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
 
 def figure(experiment: Experiment, cells: Cells, out: Path) -> None:
     """Draw the results. MQAR: accuracy against width, one panel per task. MAD: bars per task and model."""
-    from tools.reporting.style import STYLE, pyplot, save_figure
+    from tools.reporting.style import saved_figure
 
-    plt = pyplot()
+    mqar = experiment.suite == "mqar"
+    tasks = list(dict.fromkeys(task for task, _, _ in cells)) if mqar else [""]
+    with saved_figure(out, 1, len(tasks), sharey=True, squeeze=False) as (_, panels):
+        (_draw_lines if mqar else _draw_bars)(panels[0], experiment, cells)
 
-    with plt.rc_context(STYLE):
-        drawn = (_lines if experiment.suite == "mqar" else _bars)(plt, experiment, cells)
-        save_figure(drawn, out)
 
+def _draw_lines(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> None:
+    from tools.reporting.style import GRAY, label_lines, log_axes, series_style
 
-def _lines(plt: Any, experiment: Experiment, cells: Cells) -> Any:
-    tasks = list(dict.fromkeys(task for task, _, _ in cells))
     models = list(dict.fromkeys(model for _, model, _ in cells))
-    drawn, panels = plt.subplots(
-        1, len(tasks), figsize=(3.1 * len(tasks) + 1.6, 3.0), layout="constrained", sharey=True, squeeze=False
-    )
-    for axes, task in zip(panels[0], tasks, strict=True):
+    for axes, task in zip(panels, dict.fromkeys(task for task, _, _ in cells), strict=True):
         widths = sorted({width for name, _, width in cells if name == task})
         for number, model in enumerate(models):
             points = [(w, cells[task, model, w]) for w in widths if (task, model, w) in cells]
@@ -141,67 +138,37 @@ def _lines(plt: Any, experiment: Experiment, cells: Cells) -> Any:
                 [cell.accuracy for _, cell in points],
                 yerr=[c.deviation or 0.0 for _, c in points] if any(c.deviation for _, c in points) else None,
                 label=model.replace("_", " "),
-                **_style(number),
+                capsize=2,
+                **series_style(number),
             )
         for row in experiment.paper.rows:
             if row.task == task and row.width in widths:
-                axes.plot(row.width, row.accuracy, "x", color="#555555", ms=6, zorder=5)
+                axes.plot(row.width, row.accuracy, "x", color=GRAY, ms=6, zorder=5)
                 axes.annotate(row.model, (row.width, row.accuracy), (4, 4), textcoords="offset points", fontsize=6)
         length, _, pairs = task.partition("x")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(widths, [str(width) for width in widths])
-        axes.minorticks_off()
-        axes.set(title=f"length {length}, {pairs} pairs", xlabel="width d", ylim=(-3, 104))
-    panels[0, 0].set_ylabel("test accuracy, percent")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    handle_of = dict(zip(labels, handles, strict=True))
-    for axes in panels[0, 1:]:
-        handle_of |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    drawn.legend(handle_of.values(), handle_of.keys(), loc="outside right upper", fontsize=8)
-    return drawn
+        log_axes(axes, "x", widths)
+        axes.set(title=f"length {length}, {pairs} pairs", xlabel="width d")
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(-3, low), max(104, high))
+    panels[0].set_ylabel("test accuracy, percent")
+    label_lines(panels[-1])
 
 
-def _bars(plt: Any, experiment: Experiment, cells: Cells) -> Any:
-    from tools.reporting.style import COLORS
+def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> None:
+    from tools.reporting.style import grouped_bars
 
     tasks = [task for task in [*experiment.mad, "average"] if any(name == task for name, _, _ in cells)]
-    rows = list(dict.fromkeys((model, width) for _, model, width in cells))
-    published = list(dict.fromkeys(row.model for row in experiment.paper.rows))
-    bars: list[tuple[str, dict[str, float], float]] = [
-        (
-            _labelled(cells, model, width),
-            {task: cells[task, model, width].accuracy for task in tasks if (task, model, width) in cells},
-            1.0,
-        )
-        for model, width in rows
-    ]
-    bars += [(name, {r.task: r.accuracy for r in experiment.paper.rows if r.model == name}, 0.45) for name in published]
-    bars = [bar for bar in bars if not bar[1].keys().isdisjoint(tasks)]
-    drawn, axes = plt.subplots(figsize=(1.5 * len(tasks) + 3.2, 3.2), layout="constrained")
-    width = 0.84 / len(bars)
-    for number, (label, values, alpha) in enumerate(bars):
-        shown = [(i + (number - (len(bars) - 1) / 2) * width, values[t]) for i, t in enumerate(tasks) if t in values]
-        if shown:
-            x, heights = zip(*shown, strict=True)
-            axes.bar(x, heights, 0.92 * width, label=label, color=COLORS[number % len(COLORS)], alpha=alpha)
-    axes.set_xticks(range(len(tasks)), [task.replace("_", " ") for task in tasks], fontsize=8)
+    series: dict[str, dict[str, tuple[float, float | None]]] = {}
+    for (task, model, width), cell in cells.items():
+        series.setdefault(_labelled(cells, model, width), {})[task.replace("_", " ")] = cell.accuracy, cell.deviation
+    published = [row for row in experiment.paper.rows if row.task in tasks]
+    for row in published:
+        series.setdefault(row.model, {})[row.task.replace("_", " ")] = row.accuracy, None
+    (axes,) = panels
+    labels = [task.replace("_", " ") for task in tasks]
+    grouped_bars(axes, labels, list(series.items()), faint=[row.model for row in published])
     axes.set(title="MAD: best test accuracy, averaged over the settings of a task", ylabel="percent", ylim=(0, 104))
-    axes.grid(axis="x", visible=False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
-    return drawn
-
-
-def _style(number: int) -> dict[str, Any]:
-    from tools.reporting.style import COLORS
-
-    markers = "osD^vP*Xh<>"
-    return {
-        "color": COLORS[number % len(COLORS)],
-        "marker": markers[number % len(markers)],
-        "ls": "-" if number < len(COLORS) else "--",
-        "ms": 4.5,
-        "capsize": 2,
-    }
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _mqar_rows(

@@ -42,7 +42,7 @@ def test_lines_and_bars_show_the_values(tmp_path: Path, monkeypatch: pytest.Monk
     plot_bars(tmp_path / "bars.png", [rows[3], rows[0]], {"ms": "time", "GiB": "memory"}, "")
     for axis, widths in zip(plt.gcf().axes, ([16, 64], [0, 16]), strict=True):
         assert [bar.get_width() for bar in axis.patches] == widths
-        assert [label.get_text() for label in axis.get_yticklabels()] == ["ours", "attention"]
+    assert [label.get_text() for label in plt.gcf().axes[0].get_yticklabels()] == ["ours", "attention"]
     monkeypatch.undo()
     plt.close("all")
 

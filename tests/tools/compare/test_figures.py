@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tools.compare.figures import _styles, draw
+from tools.compare.figures import draw
 from tools.compare.results import Result, Row, tables
+from tools.reporting.style import series_style
 from tools.reporting.tables import markdown_table
 
 
@@ -22,7 +23,7 @@ def test_figures_show_the_values_that_their_labels_name(monkeypatch: pytest.Monk
     def keep(figure: Any, out: Path) -> None:
         drawn[out.stem] = figure
 
-    monkeypatch.setattr("tools.compare.figures.save_figure", keep)
+    monkeypatch.setattr("tools.reporting.style.save_figure", keep)
     rows, results = [], []
     for size, body in (("small", 100), ("large", 400)):
         for model, loss in (("a", 2.0), ("b", 1.0)):
@@ -58,22 +59,27 @@ def test_figures_show_the_values_that_their_labels_name(monkeypatch: pytest.Monk
     way = [{"tokens": 10, "loss": 9.0}, {"tokens": 20, "loss": 4.0}]
     alone: Any = SimpleNamespace(model="c", size="large")
     draw([*results, Result(alone, way, way[-1], 20, 1.0)], [*rows, late], Path(), "T", "a")
-    legend = drawn["results"].axes[3].get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["B", "A", "C"]
+    labels = {text.get_text(): text.get_color() for text in drawn["results"].axes[3].texts}
     colors = {line.get_label(): line.get_color() for line in drawn["results"].axes[3].lines}
-    assert [line.get_color() for line in legend.get_lines()] == [colors[name] for name in "BAC"]
+    assert labels == colors
+    assert set(labels) == {"A", "B", "C"}
     assert len(set(colors.values())) == 3
+    band = drawn["results"].axes[2].collections[0].get_paths()[0].vertices[:, 1]
+    low, high = drawn["results"].axes[2].get_ylim()
+    assert low < band.min() < band.max() < high, "the band of the seeds is not clipped"
     curve = next(line for line in drawn["results"].axes[2].lines if line.get_label() == "A")
     assert curve.get_xdata().tolist() == [10, 20]
     assert curve.get_ydata().tolist() == pytest.approx([10.5, 2.3])
-    seeds = [line for line in drawn["results"].axes[0].lines if line.get_marker() == "o"]
-    assert [line.get_xdata().tolist() for line in seeds] == [pytest.approx([1.1, 1.5]), pytest.approx([2.1, 2.5])]
+    top = drawn["results"].axes[0]
+    assert [label.get_text() for label in top.get_yticklabels()] == ["B", "A", "C"]
+    seeds = {line.get_ydata()[0]: line.get_xdata().tolist() for line in top.lines if line.get_marker() == "o"}
+    assert seeds == {0: pytest.approx([1.1, 1.5]), 1: pytest.approx([2.1, 2.5])}
 
 
 def test_the_ends_and_the_way_there_of_masked_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Percent of tokens found; the lowest loss on top; the way: at the validations that all complete seeds have."""
     drawn: dict[str, Any] = {}
-    monkeypatch.setattr("tools.compare.figures.save_figure", lambda figure, out: drawn.setdefault(out.stem, figure))
+    monkeypatch.setattr("tools.reporting.style.save_figure", lambda figure, out: drawn.setdefault(out.stem, figure))
     rows, results = [], []
     for size, more in (("small", 0.0), ("large", 0.2)):
         for model, loss in (("a", 2.0), ("b", 1.0)):
@@ -90,8 +96,11 @@ def test_the_ends_and_the_way_there_of_masked_models(monkeypatch: pytest.MonkeyP
     top, way = drawn["results"].axes[0], drawn["results"].axes[2]
     assert [label.get_text() for label in top.get_yticklabels()] == ["B", "A"]
     assert top.get_ylim()[0] > top.get_ylim()[1]
-    assert top.get_xlabel() == "masked-token accuracy, %; circles: seeds"
-    assert [line.get_xdata() for line in top.lines if line.get_marker() == "|"] == [[12.5], [37.5]]
+    assert drawn["results"].axes[1].get_xlabel() == "masked-token accuracy, %"
+    assert {line.get_ydata()[0]: line.get_xdata()[0] for line in top.lines if line.get_marker() == "|"} == {
+        0: 12.5,
+        1: 37.5,
+    }
     (line,) = way.lines  # of b there is the end alone
     assert line.get_xdata().tolist() == [20, 30]
     assert line.get_ydata().tolist() == pytest.approx([25.0, 37.5])
@@ -127,11 +136,12 @@ def test_the_table_of_one_size_and_one_source() -> None:
     assert "by source" not in text
 
 
-def test_nine_models_are_told_apart(tmp_path: Path) -> None:
-    styles = _styles([str(number) for number in range(16)]).values()
-    assert len({(style["color"], style["ls"], style["marker"]) for style in styles}) == 16
-    assert len({(style["color"], style["ls"]) for style in styles}) == 16
-    # Of one alone there is no difference to draw.
+def test_eighteen_models_have_different_styles(tmp_path: Path) -> None:
+    styles = [series_style(number) for number in range(18)]
+    assert len({(style["color"], style["ls"]) for style in styles}) == 18
+    assert len({style["color"] for style in styles}) == 6
+    assert len({style["marker"] for style in styles[:12]}) == 12
+    # One model has no difference to draw.
     one = Row("a", "A", "", 1, 1, {"loss": {1: 2.0}, "loss/x": {1: 2.0}, "loss/y": {1: 2.0}})
     assert draw([], [one], tmp_path, "T", None) == [tmp_path / "results.png"]
 

@@ -20,6 +20,7 @@ from tools.length import plot
 from tools.length.__main__ import _lengths, main, measure_run
 from tools.length.masked import accuracy_table
 from tools.loading.model import load_model
+from tools.reporting import style
 
 __all__ = ["masked_run"]
 
@@ -131,21 +132,23 @@ def test_masked_models_read_whole_pieces_only(masked_run: Path, tmp_path: Path) 
         ),
     ],
 )
-def test_every_line_has_a_name_of_its_own(runs: list[str], labels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(plot, "save_figure", lambda figure, out: drawn.append(figure))
+def test_lines_of_equally_named_folders_have_different_labels(
+    runs: list[str], labels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     masked = [{"length": n, "accuracy": 0.5, "trained_at": 64} for n in (64, 128)]
     place = {"from": 1, "to": 64, "loss": 2.0, "change": 0.0, "change_stderr": 0.1}
     causal = {"by_length": [{"length": n, "loss": 2.0, "trained_at": 64} for n in (64, 128)], "by_position": [place]}
     plot.plot_accuracy(dict.fromkeys(runs, masked), Path())
     plot.plot_loss(dict.fromkeys(runs, causal), Path())
-    for figure in drawn:
-        assert [text.get_text() for text in figure.axes[-1].get_legend().get_texts()] == labels
+    for figure in figures:
+        assert sorted(text.get_text() for text in figure.axes[-1].texts) == labels
 
 
-def test_pictures_hold_the_figures_over_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(plot, "save_figure", lambda figure, out: drawn.append(figure))
+def test_figures_show_values_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     masked = [{"length": n, "accuracy": 16 / n, "trained_at": 32} for n in (32, 64)]
     plot.plot_accuracy({"runs/a": masked}, Path())
     rows = [{"length": n, "loss": 1 + 1 / n, "trained_at": 64} for n in (32, 64, 128)]
@@ -154,7 +157,7 @@ def test_pictures_hold_the_figures_over_their_lengths(monkeypatch: pytest.Monkey
         for low, high in ((1, 32), (33, 64), (65, 128))
     ]
     plot.plot_loss({"runs/a": {"by_length": rows, "by_position": places}}, Path())
-    axes = [drawn[0].axes[0], *drawn[1].axes]
+    axes = [figures[0].axes[0], *figures[1].axes]
     points = [[(float(x), float(y)) for x, y in zip(*lines.lines[0].get_data(), strict=True)] for lines in axes]
     assert points == [
         [(32, 50), (64, 25)],

@@ -19,7 +19,7 @@ import eval as evaluation
 from tools.synthetic.command import synthetic_suite
 from tools.synthetic.experiment import Experiment, load_experiment, plan, sweeps
 from tools.synthetic.learning_curves import _draw_model, draw_curves
-from tools.synthetic.report import Cell, _bars, _lines, cells_of, figure, mad_scores, markdown
+from tools.synthetic.report import Cell, cells_of, figure, mad_scores, markdown
 from tools.synthetic.results import Results, result_line
 
 ROOT = Path(__file__).parents[3]
@@ -264,46 +264,48 @@ def test_the_last_evaluation_stands_at_the_last_epoch(small: Callable[..., Exper
     assert axes.lines[1].get_ydata().tolist() == pytest.approx([15, 55, 70])
 
 
-def test_the_figures_show_the_cells(small: Callable[..., Experiment]) -> None:
-    """MQAR: accuracy over the width with the spread of the seeds, the paper's points; MAD: a bar a model and task."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def test_figures_show_the_cells(
+    small: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MQAR: accuracy against width with the deviation over seeds, and the paper's points. MAD: one bar per model and task."""
+    figures: list[Figure] = []
+    monkeypatch.setattr("tools.reporting.style.save_figure", lambda drawn, out: figures.append(drawn))
     experiment = small("tasks=[512x80]", "models=[metala,gla]", "batch_size={512: 64}")
     cells = {
         ("512x80", "metala", 64): Cell(30.0, 14.0, 1e-3, True),
         ("512x80", "metala", 128): Cell(90.0, None, 1e-3, True),
         ("512x80", "gla", 128): Cell(5.0, None, 1e-3, True),
     }
-    shown = _lines(plt, experiment, cells)
-    (axes,) = shown.axes
-    found = {container.get_label(): container for container in axes.containers}
-    line, _, (bars,) = found["metala"]
+    figure(experiment, cells, tmp_path / "a.png")
+    (axes,) = figures[0].axes
+    series = {container.get_label(): container for container in axes.containers}
+    line, _, (bars,) = series["metala"]
     assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([64, 128], [30.0, 90.0])
     assert [y for _, y in bars.get_segments()[0]] == [16.0, 44.0]
-    assert (found["gla"][0].get_xdata().tolist(), found["gla"][0].get_ydata().tolist()) == ([128], [5.0])
+    assert (series["gla"][0].get_xdata().tolist(), series["gla"][0].get_ydata().tolist()) == ([128], [5.0])
     paper = [(*line.get_xdata(), *line.get_ydata()) for line in axes.lines if line.get_marker() == "x"]
     assert paper == [(64, 28.5), (128, 90.4), (64, 0.0), (128, 0.0)]
-    assert [text.get_text() for text in shown.legends[0].get_texts()] == ["metala", "gla"]
-    plt.close(shown)
+    assert [text.get_text() for text in axes.texts[-2:]] == ["gla", "metala"]
     mad = load_experiment("mad", ["models=[metala,gla]"])
     cells = {
         ("compression", "metala", 128): Cell(41.0, None, None, True),
         ("compression", "gla", 128): Cell(42.0, None, None, True),
         ("average", "gla", 128): Cell(43.0, None, None, True),
     }
-    shown = _bars(plt, mad, cells)
-    (axes,) = shown.axes
+    figure(mad, cells, tmp_path / "b.png")
+    (axes,) = figures[1].axes
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
     assert heights["metala"] == [41.0]
     assert heights["gla"] == [42.0, 43.0]
     assert heights["MetaLA (paper)"] == [45.55, 73.98]
-    middle = {bars.get_label(): [round(bar.get_x() + bar.get_width() / 2) for bar in bars] for bars in axes.containers}
-    assert (middle["metala"], middle["gla"], middle["GLA (paper)"]) == ([0], [0, 1], [1]), "over their tasks"
+    places: dict[int, list[float]] = {0: [], 1: []}
+    for bars in axes.containers:
+        for bar in bars:
+            place = bar.get_x() + bar.get_width() / 2
+            places[round(place)].append(place)
+    for tick, centres in places.items():
+        assert sum(centres) / len(centres) == pytest.approx(tick), "the bars of a label are centred on its tick"
     assert [text.get_text() for text in axes.get_xticklabels()] == ["compression", "average"]
-    plt.close(shown)
 
 
 def test_training_curves_show_the_best_runs(
