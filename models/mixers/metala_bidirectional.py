@@ -13,6 +13,7 @@ from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.context_parallel import context_parallel_group, shard_segments
 from ..operators.gla.gated_linear_attention import local_gated_linear_attention
+from ..operators.gla.select_kernel import GLAArguments
 from ..operators.lion.context_parallel import from_other_ranks
 from ..operators.metala import metala_epilogue
 from ..operators.varlen import without_padding
@@ -132,9 +133,8 @@ def _both_directions(
     """
     if not q.shape[1]:
         return v
-    forward, _ = local_gated_linear_attention(
-        q, k.to(v.dtype), v, log_decay, scale=scale, cu_seqlens=cu_seqlens, fits_matmul_form=True
-    )
+    forward_arguments = GLAArguments(q, k.to(v.dtype), v, log_decay, scale, None, cu_seqlens)
+    forward, _ = local_gated_linear_attention(forward_arguments, fits_matmul_form=True)
     following = (k * log_decay.exp()).to(v.dtype), v, log_decay
     key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
     flipped = None
@@ -143,7 +143,6 @@ def _both_directions(
         last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
         key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
         flipped = q.shape[1] - cu_seqlens.flip(0)
-    backward, _ = local_gated_linear_attention(
-        q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale=scale, cu_seqlens=flipped, fits_matmul_form=True
-    )
+    backward_arguments = GLAArguments(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale, None, flipped)
+    backward, _ = local_gated_linear_attention(backward_arguments, fits_matmul_form=True)
     return forward + backward.flip(1)

@@ -20,7 +20,7 @@ from ..precision import to_accumulation_dtype
 from ..recompute import recomputable
 from .context_parallel import context_parallel_group
 from .gla.gated_linear_attention import gated_linear_attention
-from .gla.select_kernel import check_shapes, supports_triton
+from .gla.select_kernel import GLAArguments, check_shapes, supports_triton
 from .varlen import without_padding
 
 
@@ -45,7 +45,7 @@ def metala(
     """
     # The fused kernel computes whole sequences.
     if k is None and mask is None and aug_weight is not None and context_parallel_group() is None:
-        check_shapes(q, a, v, a, initial_state, cu_seqlens)
+        check_shapes(GLAArguments(q, a, v, a, scale, initial_state, cu_seqlens))
         core = _select_core(q, a, v, aug_weight, gate)
         if core is not None:
             return core(q, a, v, aug_weight, gate, scale, initial_state, cu_seqlens)

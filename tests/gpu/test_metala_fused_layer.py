@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.operators.gla.gated_linear_attention import local_gated_linear_attention
+from models.operators.gla.gated_linear_attention import gated_linear_attention
 from models.operators.metala import decay_and_key_reference, metala_epilogue
 from tests.gpu.test_gla_kernels import PACKED
 
@@ -56,7 +56,7 @@ def test_fused_layer_equals_the_three_steps(shape, kind, dtype):
         if form == "float32":
             g, k = decay_and_key_reference(a)
             how = {"scale": 0.2, "initial_state": initial, "cu_seqlens": cu_seqlens, "form": "chunked"}
-            o, final = local_gated_linear_attention(q, k, v, g, **how)
+            o, final = gated_linear_attention(q, k, v, g, **how)
             y = metala_epilogue(o, q, k, v, weight, gate, form="reference")
         elif form == "three steps":
             g, k = decay_and_key(a)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models import kernels
 from models.backend import cuda_on_meta
-from models.operators.gla.select_kernel import is_fixed
+from models.operators.gla.select_kernel import GLAArguments, is_fixed
 
 
 @contextlib.contextmanager
@@ -71,12 +71,13 @@ class _Unlaunchable:
         raise ImportError("the kernels of models/kernels need Triton: pip install triton")
 
 
-def _fla_form(selection: object, *inputs: Any) -> tuple[Tensor, Tensor]:
-    return _chunk_form(*inputs)
+def _fla_form(selection: object, x: GLAArguments) -> tuple[Tensor, Tensor]:
+    return _chunk_form(x)
 
 
-def _chunk_form(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _chunk_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
     """Allocate as `models.operators.gla.fla`, with every decay that is not fixed as one per channel."""
+    q, k, v, log_decay = x[:4]
     if log_decay.shape[-1] == 1 and is_fixed(log_decay):
         return _SimpleGla.apply(q, k, v)
     log_decay = log_decay.float().clamp_min(-80.0)

@@ -23,38 +23,30 @@ from ...precision import accumulation_dtype
 from ..chunks import cut, join, place_segments, walk
 from ..cumulative_decay import pairwise_decay, sum_after
 from .chunk_matmul import matmul_form, spans_of
-from .select_kernel import plan_chunks
+from .select_kernel import GLAArguments, plan_chunks
 
 
 @replaceable
 @disable_compile
-def chunk_form(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `models.operators.gla.gated_linear_attention.gated_linear_attention`, which checks the arguments."""
-    accumulation, dtype = accumulation_dtype(v), v.dtype
-    batch, length, heads, dim_k = q.shape
-    bounds = None if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
-    sequences = batch if bounds is None else len(bounds) - 1
-    if initial_state is None:
-        state = torch.zeros(sequences, heads, dim_k, v.shape[-1], dtype=accumulation, device=v.device)
+def chunk_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
+    """Compute the operator, whose caller checks the arguments."""
+    q, k, v, log_decay = x[:4]
+    accumulation, length = accumulation_dtype(v), q.shape[1]
+    bounds = None if x.cu_seqlens is None else [int(edge) for edge in x.cu_seqlens.tolist()]
+    if x.initial_state is None:
+        sequences = q.shape[0] if bounds is None else len(bounds) - 1
+        state = torch.zeros(sequences, *q.shape[2:], v.shape[-1], dtype=accumulation, device=v.device)
     else:
-        state = initial_state.to(accumulation)
+        state = x.initial_state.to(accumulation)
     if length == 0:
         return v, state
     chunk, fits_matmul_form = plan_chunks(log_decay)
     if fits_matmul_form:
-        return matmul_form(q, k, v, log_decay, state, scale, spans_of(v, bounds), chunk)
+        return matmul_form(q, k, v, log_decay, state, x.scale, spans_of(v, bounds), chunk)
     index, runs = place_segments(bounds, chunk, v.device)
-    q, k, v, log_decay = (cut(x.to(accumulation), chunk, index) for x in (q, k, v, log_decay))
-    o, state = _pairwise(q * scale, k, v, log_decay, state, runs)
-    return join(o, length, index).to(dtype), state
+    q, k, values, log_decay = (cut(tensor.to(accumulation), chunk, index) for tensor in x[:4])
+    o, state = _pairwise(q * x.scale, k, values, log_decay, state, runs)
+    return join(o, length, index).to(v.dtype), state
 
 
 def _pairwise(

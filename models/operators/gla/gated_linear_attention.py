@@ -16,7 +16,7 @@ from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import decay_from_start
 from .chunk import chunk_form
 from .naive import quadratic_form, recurrent_form
-from .select_kernel import Decay, Form, Kernel, bounded_decay, check_shapes, select_kernel
+from .select_kernel import Decay, Form, GLAArguments, Kernel, bounded_decay, check_shapes, select_kernel
 
 
 def gated_linear_attention(
@@ -49,18 +49,15 @@ def gated_linear_attention(
     Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
     is that of the whole. There is no initial state then. The final states are those of the shard's segments at its end.
     """
+    x = GLAArguments(q, k, v, log_decay, scale, initial_state, cu_seqlens)
     group = context_parallel_group()
     if group is None:
-        return local_gated_linear_attention(
-            q, k, v, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            fits_matmul_form=fits_matmul_form, form=form,
-        )  # fmt: skip
+        return local_gated_linear_attention(x, fits_matmul_form=fits_matmul_form, form=form)
     dtype = accumulation_dtype(v)
 
     def local(cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        return local_gated_linear_attention(
-            q, k, v, log_decay, scale=scale, cu_seqlens=cu_seqlens, fits_matmul_form=fits_matmul_form, form=form
-        )
+        shard = x._replace(initial_state=None, cu_seqlens=cu_seqlens)
+        return local_gated_linear_attention(shard, fits_matmul_form=fits_matmul_form, form=form)
 
     def total_decay(tokens: Tensor | None) -> Tensor:
         of_tokens = log_decay if tokens is None else log_decay.masked_fill(~tokens[None, :, None, None], 0.0)
@@ -75,52 +72,32 @@ def gated_linear_attention(
 
 
 def local_gated_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    fits_matmul_form: bool = False,
-    form: Form = "auto",
+    x: GLAArguments, *, fits_matmul_form: bool = False, form: Form = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Compute `gated_linear_attention` of these tokens alone, also where they are a local shard."""
-    check_shapes(q, k, v, log_decay, initial_state, cu_seqlens)
-    selection = select_kernel(
-        q, k, v, log_decay, initial_state, cu_seqlens, fits_matmul_form=fits_matmul_form, form=form
-    )
-    settings = scale, initial_state, cu_seqlens
+    check_shapes(x)
+    selection = select_kernel(x, fits_matmul_form=fits_matmul_form, form=form)
     if selection.kernel is Kernel.RECURRENT:
-        return recurrent_form(q, k, v, log_decay, *settings)
+        return recurrent_form(x)
     if selection.kernel is Kernel.QUADRATIC:
-        return quadratic_form(q, k, v, log_decay, *settings)
+        return quadratic_form(x)
     if selection.kernel is Kernel.CHUNK:
-        return chunk_form(q, k, v, log_decay, *settings)
+        return chunk_form(x)
     if selection.kernel is Kernel.TRITON:
         if selection.decay is Decay.PER_CHANNEL:
-            log_decay = bounded_decay(log_decay).expand(q.shape)
-        return triton_form(q, k, v, log_decay, *settings)
+            x = x._replace(log_decay=bounded_decay(x.log_decay).expand(x.q.shape))
+        return triton_form(x)
     from .fla import fla_form
 
-    return fla_form(selection, q, k, v, log_decay, *settings)
+    return fla_form(selection, x)
 
 
 @disable_compile
-def triton_form(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute it with `models/kernels/gla`, imported on use."""
+def triton_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
+    """Compute the operator with `models/kernels/gla`, imported on use."""
     from ...kernels.gla.gla import gla
 
-    return gla(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+    return gla(*x)
 
 
 def _from_state(q: Tensor, log_decay: Tensor, state: Tensor, scale: float, tokens: Tensor | None) -> Tensor:

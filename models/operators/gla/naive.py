@@ -10,62 +10,40 @@ from torch import Tensor
 
 from ...precision import accumulation_dtype
 from ..cumulative_decay import pairwise_decay, sum_after
+from .select_kernel import GLAArguments
 
 
-def recurrent_form(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `models.operators.gla.gated_linear_attention.gated_linear_attention` one token after the other."""
-    return _each_sequence(_recurrent, q, k, v, log_decay, scale, initial_state, cu_seqlens)
+def recurrent_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
+    """Compute the operator one token after the other."""
+    return _each_sequence(_recurrent, x)
 
 
-def quadratic_form(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the same from the decayed attention matrix.
+def quadratic_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
+    """Compute the operator from the decayed attention matrix.
 
     Time is quadratic in length, and with one decay per channel memory too: [batch, length, length, heads, head_dim_k].
     """
-    return _each_sequence(_quadratic, q, k, v, log_decay, scale, initial_state, cu_seqlens)
+    return _each_sequence(_quadratic, x)
 
 
-def _each_sequence(
-    form: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    accumulation, dtype = accumulation_dtype(v), v.dtype
-    q, k, v, log_decay = q.to(accumulation) * scale, k.to(accumulation), v.to(accumulation), log_decay.to(accumulation)
-    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    if initial_state is None:
-        initial_state = q.new_zeros(sequences, *q.shape[2:], v.shape[-1])
-    if cu_seqlens is None:
-        o, final_state = form(q, k, v, log_decay, initial_state.to(accumulation))
-        return o.to(dtype), final_state
-    outputs, finals = [], []
-    for s, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        q_s, k_s, v_s, g_s = (x[:, start:end] for x in (q, k, v, log_decay))
-        o, final_state = form(q_s, k_s, v_s, g_s, initial_state[s : s + 1].to(accumulation))
-        outputs.append(o)
-        finals.append(final_state)
-    return torch.cat(outputs, 1).to(dtype), torch.cat(finals)
+def _each_sequence(form: Callable[..., tuple[Tensor, Tensor]], x: GLAArguments) -> tuple[Tensor, Tensor]:
+    """Run form(q, k, v, log_decay, state) in the accumulation dtype for the batch, or for every packed segment."""
+    dtype, state = accumulation_dtype(x.v), x.initial_state
+    q, k, v, log_decay = (tensor.to(dtype) for tensor in x[:4])
+    q = q * x.scale
+    if state is None:
+        sequences = q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+        state = q.new_zeros(sequences, *q.shape[2:], v.shape[-1])
+    state = state.to(dtype)
+    if x.cu_seqlens is None:
+        o, final_state = form(q, k, v, log_decay, state)
+        return o.to(x.v.dtype), final_state
+    results = [
+        form(*(tensor[:, start:end] for tensor in (q, k, v, log_decay)), state[s : s + 1])
+        for s, (start, end) in enumerate(pairwise(x.cu_seqlens.tolist()))
+    ]
+    outputs, finals = zip(*results, strict=True)
+    return torch.cat(outputs, 1).to(x.v.dtype), torch.cat(finals)
 
 
 def _recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

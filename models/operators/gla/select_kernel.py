@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,18 @@ _LONGEST_QUADRATIC, _LARGEST_QUADRATIC = 512, 128
 _CHUNKS = (64, 32, 16)
 # No factor exceeds exp(80) = 6e34, inside float32, even where a chunk crosses two of the windows of `plan_chunks`.
 _LARGEST_DECAY = 40.0
+
+
+class GLAArguments(NamedTuple):
+    """Hold the arguments of `models.operators.gla.gated_linear_attention.gated_linear_attention` that every form reads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    scale: float = 1.0
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
 
 class Kernel(Enum):
@@ -59,18 +71,8 @@ class Selection:
     decay: Decay = Decay.AS_GIVEN
 
 
-def select_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    fits_matmul_form: bool,
-    form: Form,
-) -> Selection:
-    """Return the kernel for these arguments of `models.operators.gla.gated_linear_attention.gated_linear_attention`.
+def select_kernel(x: GLAArguments, *, fits_matmul_form: bool, form: Form) -> Selection:
+    """Return the kernel for these arguments.
 
     Raises ValueError for an unknown form, and ImportError where flash-linear-attention is needed and missing.
     """
@@ -78,12 +80,13 @@ def select_kernel(
         if form not in ("recurrent", "parallel", "chunked"):
             raise ValueError(f"form = {form!r}: allowed are auto, recurrent, parallel, chunked")
         return Selection(Kernel(form))
+    q, k, v, log_decay = x[:4]
     if not on_cuda(q) or not q.numel() or q.dtype not in SIXTEEN_BITS:
-        return Selection(Kernel.RECURRENT if q.shape[1] == 1 and cu_seqlens is None else Kernel.CHUNK)
+        return Selection(Kernel.RECURRENT if q.shape[1] == 1 and x.cu_seqlens is None else Kernel.CHUNK)
     if fits_matmul_form and supports_triton(q, k, v, log_decay, fits_matmul_form=True):
         return Selection(Kernel.TRITON)
     decay = Decay.AS_GIVEN
-    needs_grad = _needs_grad(q, k, v, log_decay, initial_state)
+    needs_grad = _needs_grad(q, k, v, log_decay, x.initial_state)
     if log_decay.shape[-1] == 1:
         if is_fixed(log_decay):
             decay = Decay.FIXED
@@ -93,7 +96,7 @@ def select_kernel(
                 return Selection(Kernel.TRITON, decay)
     if q.shape[1] <= _SHORT and not needs_grad:
         return Selection(Kernel.FLA_RECURRENT, decay)
-    if not needs_grad and cu_seqlens is None and decay is not Decay.FIXED:
+    if not needs_grad and x.cu_seqlens is None and decay is not Decay.FIXED:
         return Selection(Kernel.FLA_CHUNK_FORWARD, decay)
     return Selection(Kernel.FLA_CHUNK, decay)
 
@@ -175,10 +178,9 @@ def is_fixed(log_decay: Tensor) -> bool:
     return not log_decay.requires_grad and all(size == 1 or (size and stride == 0) for size, stride in steps)
 
 
-def check_shapes(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
-    """Raise ValueError for arguments of `gated_linear_attention` whose shapes do not agree."""
+def check_shapes(x: GLAArguments) -> None:
+    """Raise ValueError for arguments whose shapes do not agree."""
+    q, k, v, log_decay = x[:4]
     if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
         raise ValueError(
             f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}: expected [batch, length, heads, head_dim] with q and k alike "
@@ -187,12 +189,12 @@ def check_shapes(
     if log_decay.shape[:-1] != q.shape[:-1] or log_decay.shape[-1] not in (1, q.shape[-1]):
         raise ValueError(f"log_decay {_shape(log_decay)}: expected {_shape(q)} or a last axis of 1")
     sequences = q.shape[0]
-    if cu_seqlens is not None:
-        check_packed(q, cu_seqlens)
-        sequences = len(cu_seqlens) - 1
+    if x.cu_seqlens is not None:
+        check_packed(q, x.cu_seqlens)
+        sequences = len(x.cu_seqlens) - 1
     expected = (sequences, q.shape[2], q.shape[3], v.shape[3])
-    if initial_state is not None and tuple(initial_state.shape) != expected:
-        raise ValueError(f"initial_state {_shape(initial_state)}: expected {list(expected)}")
+    if x.initial_state is not None and tuple(x.initial_state.shape) != expected:
+        raise ValueError(f"initial_state {_shape(x.initial_state)}: expected {list(expected)}")
 
 
 def _shape(x: Tensor) -> list[int]:

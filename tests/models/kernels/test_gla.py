@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.operators.gla.gated_linear_attention import local_gated_linear_attention
+from models.operators.gla.gated_linear_attention import gated_linear_attention
 from tests.models.kernels.conftest import apart
 
 
@@ -69,7 +69,7 @@ def check(
         if exact:
             # Below -80 the kernels see -80, which has no gradient.
             clamped = given[3].clamp_min(-80.0)
-            o, final = local_gated_linear_attention(
+            o, final = gated_linear_attention(
                 *given[:3], clamped, scale=scale, initial_state=before, cu_seqlens=bounds, form="recurrent"
             )
         else:
@@ -151,7 +151,7 @@ def test_loss_on_final_states_only(device: str) -> None:
         leaves = [x.to(device, torch.float64 if exact else torch.float32).requires_grad_() for x in inputs]
         q, k, v, g = leaves
         if exact:
-            final = local_gated_linear_attention(q, k, v, -g.abs(), scale=0.3, form="recurrent")[1] + 0 * q.sum()
+            final = gated_linear_attention(q, k, v, -g.abs(), scale=0.3, form="recurrent")[1] + 0 * q.sum()
         else:
             final = gla(q, k, v, -g.abs(), 0.3, None, None)[1]
         results.append(torch.autograd.grad(final.square().sum(), leaves))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.operators.gla.gated_linear_attention import local_gated_linear_attention
+from models.operators.gla.gated_linear_attention import gated_linear_attention
 from models.operators.metala import decay_and_key_reference, metala_epilogue
 from tests.models.kernels.conftest import apart
 
@@ -67,7 +67,7 @@ def test_fused_layer_equals_the_three_steps(
         before = rest[0] if states else None
         if exact:
             g, k = decay_and_key_reference(a)
-            o, final = local_gated_linear_attention(
+            o, final = gated_linear_attention(
                 q, k, v, g, scale=0.3, initial_state=before, cu_seqlens=bounds, form="recurrent"
             )
             y = metala_epilogue(o, q, k, v, weight, gate)
@@ -93,7 +93,7 @@ def test_loss_on_final_states_only(device: str) -> None:
         q, a, v = leaves
         if exact:
             g, k = decay_and_key_reference(a)
-            final = local_gated_linear_attention(q, k, v, g, scale=0.3, form="recurrent")[1] + 0 * q.sum()
+            final = gated_linear_attention(q, k, v, g, scale=0.3, form="recurrent")[1] + 0 * q.sum()
         else:
             final = metala_core(q, a, v, weight, gate, 0.3, None, None)[1]
         results.append(torch.autograd.grad(final.square().sum(), leaves))

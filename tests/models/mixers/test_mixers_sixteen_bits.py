@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,20 +44,20 @@ def test_log_decays_stay_float32_in_sixteen_bits(
     """What the operators are given is float32, and was not rounded to the 16 bits of the activations on the way."""
     seen: list[Tensor] = []
 
-    def watch(module: Any, name: str, place: int) -> None:
+    def watch(module: Any, name: str, decay_of: Callable[[tuple[Any, ...]], Tensor]) -> None:
         function = getattr(module, name)
 
         def watched(*arguments: Any) -> Any:
             actual = function(*arguments)
-            seen.append(actual[0] if name == "decays" else arguments[place])
+            seen.append(actual[0] if name == "decays" else decay_of(arguments))
             return actual
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(models.operators.gla.gated_linear_attention, "check_shapes", 3)
-    watch(models.operators.delta_rule.delta_rule, "check_arguments", 3)
-    watch(models.operators.scan.linear_scan, "_check", 1)
-    watch(models.operators.lion.bidirectional_attention, "decays", 0)
+    watch(models.operators.gla.gated_linear_attention, "check_shapes", lambda arguments: arguments[0].log_decay)
+    watch(models.operators.delta_rule.delta_rule, "check_arguments", lambda arguments: arguments[3])
+    watch(models.operators.scan.linear_scan, "_check", lambda arguments: arguments[1])
+    watch(models.operators.lion.bidirectional_attention, "decays", lambda arguments: arguments[0])
     build(case).bfloat16()(tokens(70).bfloat16())
     assert seen
     for log_decay in seen:

@@ -12,7 +12,7 @@ import torch
 from models.operators.gla.chunk import chunk_form
 from models.operators.gla.fla import fla_form
 from models.operators.gla.gated_linear_attention import gated_linear_attention
-from models.operators.gla.select_kernel import Decay, Kernel, Selection
+from models.operators.gla.select_kernel import Decay, GLAArguments, Kernel, Selection
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         assert min(q.shape[-1], v.shape[-1]) >= 16
         seen.append((q.shape[-1], v.shape[-1]))
         decay = log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1)
-        return chunk_form(q, k, v, decay, scale, initial_state, cu_seqlens)
+        return chunk_form(GLAArguments(q, k, v, decay, scale, initial_state, cu_seqlens))
 
     def behind_sums(q, k, v, sums, *, scale, initial_state, output_final_state, chunk_size):
         """Forward passes take the decays summed from the beginning of their chunk, to base 2."""
@@ -67,8 +67,8 @@ def test_small_heads_are_padded(kernels: list[tuple[int, int]], dim_k: int, dim_
     q, k, v = draw(dim_k), draw(dim_k), draw(dim_v)
     log_decay = -draw(dim_k if channels else 1).abs()
     before = torch.randn(2, 3, dim_k, dim_v, generator=generator, dtype=torch.float64).float()
-    expected = chunk_form(q, k, v, log_decay, 0.5, before, None)
-    actual = fla_form(Selection(Kernel.FLA_CHUNK), q, k, v, log_decay, 0.5, before, None)
+    expected = chunk_form(GLAArguments(q, k, v, log_decay, 0.5, before, None))
+    actual = fla_form(Selection(Kernel.FLA_CHUNK), GLAArguments(q, k, v, log_decay, 0.5, before, None))
     assert kernels == [(max(16, dim_k), max(16, dim_v))]
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, check_dtype=False)
@@ -83,10 +83,12 @@ def test_forward_kernels_receive_decays_summed_per_chunk(
     q, k, v, decay = (torch.randn(3, length, 2, 16, generator=generator) for _ in range(4))
     log_decay = -decay.abs()[..., : 16 if channels else 1].contiguous()
     before = torch.randn(3, 2, 16, 16, generator=generator)
-    expected = chunk_form(q, k, v, log_decay, 0.5, before, None)
+    expected = chunk_form(GLAArguments(q, k, v, log_decay, 0.5, before, None))
     with torch.no_grad():
-        actual = fla_form(Selection(Kernel.FLA_CHUNK_FORWARD), q, k, v, log_decay, 0.5, before, None)
-    trained = fla_form(Selection(Kernel.FLA_CHUNK), q.requires_grad_(), k, v, log_decay, 0.5, before, None)
+        actual = fla_form(Selection(Kernel.FLA_CHUNK_FORWARD), GLAArguments(q, k, v, log_decay, 0.5, before, None))
+    trained = fla_form(
+        Selection(Kernel.FLA_CHUNK), GLAArguments(q.requires_grad_(), k, v, log_decay, 0.5, before, None)
+    )
     for one, two, other in zip(actual, trained, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(two, other, rtol=1e-4, atol=1e-4)
@@ -101,7 +103,7 @@ def test_per_head_decay_that_fla_cannot_differentiate_is_expanded_for_the_projec
     generator = torch.Generator().manual_seed(0)
     q, k, v, decay = (torch.randn(3, 70, 2, 16, generator=generator) for _ in range(4))
     log_decay = (-decay.abs()[..., :1]).requires_grad_()
-    expected = chunk_form(q, k, v, log_decay, 0.5, None, None)[0]
+    expected = chunk_form(GLAArguments(q, k, v, log_decay, 0.5, None, None))[0]
     actual, _ = gated_linear_attention(q, k, v, log_decay, scale=0.5)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     (wanted,) = torch.autograd.grad(expected.square().sum(), log_decay)
