@@ -1,6 +1,6 @@
-"""Flip random bits of replicated weights and moments in small runs of two processes and count how many are noticed.
+"""Flip random bits of replicated weights and moments in small runs of two processes; count the flips that are noticed.
 
-`python -m tests.faults.bit_flips COUNT SEED FOLDER [WORD...]` is one process of such runs; `run` starts them.
+`run` starts the processes: `python -m tests.faults.bit_flips COUNT SEED FOLDER [ARGUMENT...]`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ LAYOUTS: list[tuple[dict[str, Any], str]] = [
 
 
 def run(count: int, seed: int, folder: Path, words: Sequence[str] = ()) -> dict[str, int]:
-    """Flip `count` bits, each in a run of its own; each is to be noticed within one interval of comparisons.
+    """Flip `count` bits, one per run. Each must be noticed within one interval of the replica check.
 
     Args:
-        words: of a run of `train.py` that follows, with a flipped bit on rank 1; what it said is in `folder/stderr.txt`.
+        words: arguments of a run of `train.py` that follows, with a flipped bit on rank 1. Its output is in
+            `folder/stderr.txt`.
 
     Returns:
-        "tried", "noticed" (the run ended), "named" (with the tensor and the ranks), and the "status" of `train.py`.
+        "tried", "noticed" (the run ended), "named" (tensor and ranks), and the "status" of `train.py`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    said = launch.launch("tests.faults.bit_flips", 2, str(count), str(seed), str(folder), *words)
-    (folder / "stderr.txt").write_text(said)
+    output = launch.launch("tests.faults.bit_flips", 2, str(count), str(seed), str(folder), *words)
+    (folder / "stderr.txt").write_text(output)
     return json.loads((folder / "bit_flips.json").read_text())
 
 
 def replicated(engine: Engine, grid: Grid) -> list[tuple[str, Tensor]]:
-    """The live tensors of this process of which another holds a copy."""
+    """Return the tensors of this process that another process holds too, by name."""
     state = engine.optimizer_state
     if grid.tensor_size > 1:
         return [entry for named in state.tensor_replicas() for entry in named]
@@ -69,13 +70,13 @@ def flip(tensor: Tensor, element: int, bit: int) -> None:
 
 
 def attempts(engine: Engine, grid: Grid, draw: random.Random, count: int) -> dict[str, int]:
-    """So many runs of `INTERVAL` steps from the same state, with a bit flipped on one rank before one of the steps."""
+    """Repeat `INTERVAL` steps from the same state `count` times, with one flipped bit on one rank; return the counts."""
     state, steps = engine.optimizer_state, layouts.steps()
     engine.train_step(own(steps[0], grid), lr=layouts.LR)
     updates = state.steps
     saved = [tensor.clone() for fragment in state.fragments() for tensor in fragment.tensors.values()]
     counts = {"tried": 0, "noticed": 0, "named": 0}
-    for attempt in range(-1, count):  # the first one without a flip
+    for attempt in range(-1, count):  # attempt -1 has no flip
         check = ReplicaCheck(state, grid, INTERVAL, 1)
         targets = replicated(engine, grid)
         name, tensor = draw.choice(targets)
@@ -87,11 +88,11 @@ def attempts(engine: Engine, grid: Grid, draw: random.Random, count: int) -> dic
                 if attempt >= 0 and step == when and grid.rank == rank:
                     flip(tensor, element, bit)
 
-                def veto(loss: float, step: int = step, check: ReplicaCheck = check) -> bool:
+                def should_skip(loss: float, step: int = step, check: ReplicaCheck = check) -> bool:
                     check.before_update(step + 1)
                     return not math.isfinite(loss)
 
-                engine.train_step(own(steps[1 + step % 3], grid), lr=layouts.LR, should_skip=veto)
+                engine.train_step(own(steps[1 + step % 3], grid), lr=layouts.LR, should_skip=should_skip)
                 check.finish()
         except ReplicasDifferError as error:
             message = str(error)

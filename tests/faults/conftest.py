@@ -1,4 +1,4 @@
-"""Runs of two real processes to which something happens."""
+"""Start runs of two real processes, into which tests inject faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def launch() -> Iterator[Launch]:
-    """A function that starts torchrun with two processes; whatever is left of them at the end is killed."""
+    """Return a function that starts torchrun with two processes. The end of the test kills them."""
     started: list[subprocess.Popen[str]] = []
 
     def start(words: list[str], *program: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -46,7 +46,7 @@ def launch() -> Iterator[Launch]:
 
 
 def worker(agent: subprocess.Popen[str], rank: int) -> int:
-    """The process id of a rank."""
+    """Return the process id of a rank."""
     for pid in _children(agent.pid):
         if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             return pid

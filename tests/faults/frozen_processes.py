@@ -1,4 +1,4 @@
-"""SIGSTOP of all processes, which the run survives, and of one, whom the others name."""
+"""Freeze runs by SIGSTOP: a run survives a pause of all processes, and names one frozen rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = {"run.heartbeat_seconds": HEARTBEAT, "schedule.train_steps": 99999, "
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """Freeze `count` runs of two ranks: first all of a run for longer than its heartbeat, then one rank for good.
+    """Freeze `count` runs of two ranks: all processes for longer than the heartbeat, then one rank until the run ends.
 
     Returns:
         Counts; `killed_by_a_pause`, `not_named` and `orphans` must be 0.
@@ -43,26 +43,25 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 def _survives_a_pause(started: StartedCommand, metrics: Path) -> bool:
-    """Freeze all processes for longer than the heartbeat. Returns whether the run goes on: a verdict on the pause would fall
-    within a heartbeat of its end."""
+    """Freeze all processes for longer than the heartbeat. Return whether the run then makes steps without an error."""
     processes = started.processes()
     started.signal(signal.SIGSTOP, processes)
     time.sleep(1.6 * HEARTBEAT)
-    before = _steps(metrics)
+    steps = _steps(metrics)
     started.signal(signal.SIGCONT, processes)
-    end = time.monotonic() + 1.5 * HEARTBEAT
-    goes_on = started.wait_until(lambda: _steps(metrics) > before + 3 and time.monotonic() > end, 60)
-    return goes_on and "error: " not in started.log.read_text()
+    end = time.monotonic() + 1.5 * HEARTBEAT  # a wrong verdict on the pause comes within one heartbeat
+    survives = started.wait_until(lambda: _steps(metrics) > steps + 3 and time.monotonic() > end, 60)
+    return survives and "error: " not in started.log.read_text()
 
 
 def _is_named(started: StartedCommand, rank: int) -> bool:
-    """Freeze one rank, wait for the verdict of the others, and kill it. Returns whether the verdict names it."""
+    """Freeze one rank, wait for the error of the others, and kill it. Return whether the error names it."""
     victim = started.ranks()[rank]
     started.signal(signal.SIGSTOP, [victim])
-    verdict = rf"error: rank {rank} \([^)]*process {victim}, .*silent for \d+ s: killed, frozen or cut off"
-    named = started.wait_until(lambda: re.search(verdict, started.log.read_text()), 60)
+    error = rf"error: rank {rank} \([^)]*process {victim}, .*silent for \d+ s: killed, frozen or cut off"
+    is_named = started.wait_until(lambda: re.search(error, started.log.read_text()), 60)
     started.signal(signal.SIGKILL, [victim])
-    return named
+    return is_named
 
 
 def _steps(metrics: Path) -> int:

@@ -1,19 +1,19 @@
-"""Damage files of run folders and exports at random, and count how the commands that read them answer.
+"""Damage files of run folders and exports at random, and count the outcomes of the commands that read them.
 
 Each case copies a small run or an export, damages one file and starts commands in this process: `tools.generate` and
-`train.py` on a run, `tools.convert_hf import` on an export. An undamaged copy gives the result to compare with. Half of the
-copies are as earlier versions wrote them, without `SHA256SUMS`.
+`train.py` on a run, `tools.convert_hf import` on an export. The results are compared with those of an undamaged copy. Half of
+the copies have no `SHA256SUMS`, as in earlier versions.
 `run` returns these counts:
 
-    cases                  damaged files
-    refused                a sentence that names the damaged file
-    harmless               the same result as without the damage
-    accepted: no checksum  another result, from a folder of an earlier version
-    silently accepted      another result, though a checksum exists
-    file not named         a sentence that does not name the file
-    traceback              any other exception
+- cases: damaged files;
+- refused: the message names the damaged file;
+- harmless: the result is the same as without the damage;
+- accepted: no checksum: another result, from a folder of an earlier version;
+- silently accepted: another result, although a checksum exists;
+- file not named: the message does not name the file;
+- traceback: any other exception.
 
-The last three are to be 0. Their cases stand in ``failures.jsonl`` of the folder.
+The last three must be 0. `failures.jsonl` of the folder describes their cases.
 """
 
 from __future__ import annotations
@@ -32,28 +32,22 @@ from pathlib import Path
 
 import train
 from tests.cli.conftest import run_words, write_corpus
+from tests.faults.outcomes import FAILURES, HARMLESS, REFUSED, SILENT, TRACEBACK, UNHASHED, UNNAMED, record_failure
 from tools import convert_hf, generate
-
-NAMED = "refused"
-UNNAMED = "file not named"
-HARMLESS = "harmless"
-UNHASHED = "accepted: no checksum"
-SILENT = "silently accepted"
-TRACEBACK = "traceback"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How a command ended: its exit status (None after an exception), its words, a digest of its result."""
+    """Hold the exit status of a command (None after an exception), its output and a digest of its result."""
 
     status: int | None
-    words: str
+    output: str
     digest: str = ""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A folder to damage, the commands that read it, and what they give on an undamaged copy."""
+    """Hold a folder to damage, the commands that read it, and their answers for an undamaged copy."""
 
     name: str
     original: Path
@@ -64,26 +58,24 @@ class Subject:
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """Damage `count` files, the same for the same seed, in a new `folder`; return the counts."""
+    """Damage `count` files in a new `folder` and return the counts. The same seed damages the same bytes."""
     draw = random.Random(seed)
     subjects = _subjects(folder)
-    counts = {"cases": count} | dict.fromkeys((NAMED, HARMLESS, UNHASHED, SILENT, UNNAMED, TRACEBACK), 0)
+    counts = {"cases": count} | dict.fromkeys((REFUSED, HARMLESS, UNHASHED, *FAILURES), 0)
     for number in range(count):
         subject = subjects[number % len(subjects)]
         _copy(subject)
         file = choose(subject.copy, draw)
-        what = damage(file, draw)
+        change = damage(file, draw)
         category = ""
         for command, expected in zip(subject.commands, subject.expected, strict=True):
             answer = command()
             category = judge(answer, expected, file)
             if category == SILENT and not subject.has_hashes:
                 category = UNHASHED
-            if category in (UNNAMED, SILENT, TRACEBACK):
-                place = str(file.relative_to(subject.copy))
-                case = {"outcome": category, "file": f"{subject.name}/{place}", "damage": what, "words": answer.words}
-                with (folder / "failures.jsonl").open("a", encoding="utf-8") as out:
-                    out.write(json.dumps({"case": number, **case}) + "\n")
+            if category in FAILURES:
+                name = f"{subject.name}/{file.relative_to(subject.copy)}"
+                record_failure(folder, case=number, outcome=category, file=name, damage=change, output=answer.output)
             if category != HARMLESS:
                 break
         counts[category] += 1
@@ -91,7 +83,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 def choose(folder: Path, draw: random.Random) -> Path:
-    """Return a file below `folder`; each ending has the same share, so that source files do not outweigh the rest."""
+    """Return a random file below `folder`. Every suffix has the same share, or source files would outweigh the rest."""
     files: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -100,7 +92,7 @@ def choose(folder: Path, draw: random.Random) -> Path:
 
 
 def damage(file: Path, draw: random.Random) -> str:
-    """Change, cut or remove a file; return what was done to it."""
+    """Change, cut or remove a file; return a description of the damage."""
     content = bytearray(file.read_bytes())
     kind = draw.choice(["byte", "bytes", "zeros", "cut", "missing"] if content else ["missing"])
     if kind == "missing":
@@ -111,19 +103,19 @@ def damage(file: Path, draw: random.Random) -> str:
         file.write_bytes(content[:place])
         return f"cut to {place} bytes"
     length = 1 if kind == "byte" else min(draw.choice([2, 16, 512]), len(content) - place)
-    before = bytes(content[place : place + length])
-    while content[place : place + length] == before:
-        content[place : place + length] = bytes(length) if kind == "zeros" and any(before) else draw.randbytes(length)
+    original = bytes(content[place : place + length])
+    while content[place : place + length] == original:
+        content[place : place + length] = bytes(length) if kind == "zeros" and any(original) else draw.randbytes(length)
     file.write_bytes(content)
-    return f"{length} bytes from {place} on: {before[:16]!r} became {bytes(content[place : place + length][:16])!r}"
+    return f"{length} bytes from {place} on: {original[:16]!r} became {bytes(content[place : place + length][:16])!r}"
 
 
 def judge(answer: Answer, expected: Answer, file: Path) -> str:
-    """Return the category of an answer after a damage of `file`."""
+    """Return the outcome of a command after damage to `file`."""
     if answer.status is None:
         return TRACEBACK
     if answer.status != expected.status:
-        return NAMED if file.name in answer.words else UNNAMED
+        return REFUSED if file.name in answer.output else UNNAMED
     return HARMLESS if answer.digest == expected.digest else SILENT
 
 
@@ -137,12 +129,12 @@ def _subjects(folder: Path) -> list[Subject]:
     export = folder / "case" / "export"
     _started(lambda: train.main([*words, "schedule.train_steps=6"]))
     exported = _started(lambda: convert_hf.main(["export", str(copy), str(export), "--text", str(corpus)]))
-    assert exported.status == 0, exported.words
+    assert exported.status == 0, exported.output
 
     def trained() -> Answer:
         answer = _started(lambda: train.main([*words, "schedule.train_steps=7"]))
         manifest = copy / "checkpoints" / "step_00000007" / "manifest.json"
-        return Answer(answer.status, answer.words, _digest_of_manifest(manifest) if answer.status == 0 else "")
+        return Answer(answer.status, answer.output, _digest_of_manifest(manifest) if answer.status == 0 else "")
 
     def generated() -> Answer:
         return _started(lambda: generate.main([str(copy), "--prompt", "state", "--greedy", "--max-tokens", "8"]))
@@ -156,7 +148,7 @@ def _subjects(folder: Path) -> list[Subject]:
         rest = [step / "config.yml", *sorted((imported / "tokenizer").iterdir())]
         content = b"".join(path.read_bytes() for path in rest)
         digest = _digest_of_manifest(step / "manifest.json") + hashlib.sha256(content).hexdigest()
-        return Answer(answer.status, answer.words, digest)
+        return Answer(answer.status, answer.output, digest)
 
     subjects = []
     for name, place, commands in (("run", copy, (generated, trained)), ("export", export, (imports,))):
@@ -167,7 +159,7 @@ def _subjects(folder: Path) -> list[Subject]:
         for command in commands:
             _copy(subject)
             expected.append(command())
-            assert expected[-1].status == 0, expected[-1].words
+            assert expected[-1].status == 0, expected[-1].output
         earlier = folder / f"earlier-{name}"
         shutil.copytree(original, earlier, ignore=shutil.ignore_patterns("SHA256SUMS"))
         subjects.append(Subject(name, original, place, commands, tuple(expected)))
@@ -181,7 +173,7 @@ def _copy(subject: Subject) -> None:
 
 
 def _digest_of_manifest(file: Path) -> str:
-    """Of weights, optimizer state and the place in the data."""
+    """Return a digest of weights, optimizer state and the position in the data."""
     manifest = json.loads(file.read_text())
     state = {key: manifest["state"].get(key) for key in ("step", "consumed_samples", "consumed_tokens")}
     files = {name: entry["sha256"] for name, entry in manifest["files"].items()}
@@ -189,12 +181,14 @@ def _digest_of_manifest(file: Path) -> str:
 
 
 def _started(command: Callable[[], int]) -> Answer:
-    """Run a command line in this process. Its output is a result too, where it writes no file."""
+    """Run a command line in this process. Its standard output serves as the digest of a command that writes no file."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             status: int | None = command()
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a panic of a Rust library is no Exception
             return Answer(None, err.getvalue() + traceback.format_exc())
     return Answer(status, out.getvalue() + err.getvalue(), out.getvalue())

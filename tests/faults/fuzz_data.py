@@ -1,17 +1,17 @@
-"""Damage files of the data path at random, use them as a run would, and count what happens.
+"""Damage files of the data path at random, use them as a run does, and count the outcomes.
 
 `run` returns these counts:
 
-    cases                   damaged files
-    refused                 a sentence that names the damaged file, or its folder
-    harmless                the same samples as before, be it from a cache that was built again
-    found by --verify       accepted at the start as a large file is, and found by ``tools.inspect_data --verify``
-    accepted: no checksum   other samples, from a file that nobody wrote a checksum for (inputs, other projects' files)
-    silently accepted       other samples, though a checksum exists
-    file not named          a sentence that does not name the file
-    traceback               any other exception
+- cases: damaged files;
+- refused: the message names the damaged file or its folder;
+- harmless: the samples are the same, possibly from a rebuilt cache;
+- found by --verify: accepted at the start like a large file, and found by `tools.inspect_data --verify`;
+- accepted: no checksum: other samples, from a file without a checksum (inputs, files of other projects);
+- silently accepted: other samples, although a checksum exists;
+- file not named: the message does not name the file;
+- traceback: any other exception.
 
-The last three are to be 0. Their cases stand in ``failures.jsonl`` of the folder.
+The last three must be 0. `failures.jsonl` of the folder describes their cases.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.prepare_corpus import prepare_corpus
 from data.tokenizer import load_tokenizer
 from tests.data.inline_pool import Inline
+from tests.faults.outcomes import FAILURES, HARMLESS, REFUSED, SILENT, TRACEBACK, UNHASHED, UNNAMED, record_failure
 from tools import inspect_data
 
 CACHES = ("orders", "corpora")
@@ -52,70 +53,66 @@ KINDS = ("flip", "bytes", "zeros", "cut", "extend", "empty")
 
 @dataclass(frozen=True)
 class Target:
-    """Files that one use reads. ``verify`` is the argument of inspect_data --verify; None where there is no checksum."""
+    """Hold files and the function that reads them and returns a digest of their samples.
+
+    Attributes:
+        verify: argument of `inspect_data --verify`; None without a checksum.
+    """
 
     files: list[Path]
-    use: Callable[[], str]
+    read: Callable[[], str]
     verify: Path | None = None
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """Damage ``count`` files, the same for the same seed, in a new ``folder``."""
+    """Damage `count` files in a new `folder` and return the counts. The same seed damages the same bytes."""
     folder.mkdir(parents=True)
     draw = random.Random(seed)
-    outcomes: Counter[str] = Counter(dict.fromkeys(("cases", "silently accepted", "file not named", "traceback"), 0))
+    outcomes: Counter[str] = Counter(dict.fromkeys(("cases", *FAILURES), 0))
     with mock.patch.object(pipeline, "_pool", lambda recipe, workers: Inline(recipe)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         targets = _targets(folder)
-        expected = [target.use() for target in targets]
+        expected = [target.read() for target in targets]
         for _ in range(count):
             number = draw.randrange(len(targets))
             target = targets[number]
             path, kind, large = draw.choice(target.files), draw.choice(KINDS), draw.random() < 0.5
-            with _damaged(path, kind, draw) as where, _sizes_counted_as_large(large):
-                outcome, words = _outcome(target, path, expected[number])
+            with _damaged(path, kind, draw) as position, _small_limit(large):
+                outcome, output = _outcome(target, path, expected[number])
             outcomes["cases"] += 1
             outcomes[outcome] += 1
-            if outcome in ("silently accepted", "file not named", "traceback"):
-                case = {
-                    "outcome": outcome,
-                    "file": str(path),
-                    "kind": kind,
-                    "where": where,
-                    "large": large,
-                    "words": words,
-                }
-                with open(folder / "failures.jsonl", "a") as file:
-                    file.write(json.dumps(case) + "\n")
+            if outcome in FAILURES:
+                case = {"outcome": outcome, "file": str(path), "kind": kind, "position": position, "large": large}
+                record_failure(folder, **case, output=output)
     return dict(outcomes)
 
 
 def _outcome(target: Target, path: Path, expected: str) -> tuple[str, str]:
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            digest = target.use()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            digest = target.read()
             if digest == expected:
-                return "harmless", ""
+                return HARMLESS, ""
             if target.verify is None:
-                return "accepted: no checksum", ""
-            found = inspect_data.main([str(target.verify), "--verify"]) == 1
+                return UNHASHED, ""
+            is_found = inspect_data.main([str(target.verify), "--verify"]) == 1
     except (ValueError, OSError) as error:
-        words = f"{error} {getattr(error, 'filename', None) or ''}"
-        named = path.name in words or (path.parent.parent.name in CACHES and path.parent.name in words)
-        return ("refused" if named else "file not named"), words
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return "traceback", repr(error)
-    return ("found by --verify" if found else "silently accepted"), said.getvalue()
+        message = f"{error} {getattr(error, 'filename', None) or ''}"
+        is_named = path.name in message or (path.parent.parent.name in CACHES and path.parent.name in message)
+        return (REFUSED if is_named else UNNAMED), message
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        return TRACEBACK, repr(error)
+    return ("found by --verify" if is_found else SILENT), output.getvalue()
 
 
 @contextlib.contextmanager
 def _damaged(path: Path, kind: str, draw: random.Random) -> Iterator[str]:
-    """The file with damage of a kind, in a new file of this name; afterwards as it was, with its time."""
-    whole, state = path.read_bytes(), path.stat()
-    content = bytearray(whole)
+    """Replace the file by a damaged copy; restore content and modification time at the end. Yield the position."""
+    original, state = path.read_bytes(), path.stat()
+    content = bytearray(original)
     at = draw.randrange(max(1, len(content)))
     length = min(draw.randrange(1, 9 if kind == "bytes" else 600), len(content) - at)
     if kind == "flip" and content:
@@ -133,16 +130,16 @@ def _damaged(path: Path, kind: str, draw: random.Random) -> Iterator[str]:
     path.unlink()
     path.write_bytes(content)
     try:
-        yield f"byte {at} of {len(whole)}, {length} bytes"
+        yield f"byte {at} of {len(original)}, {length} bytes"
     finally:
-        path.parent.mkdir(exist_ok=True)  # of a cache that is gone
+        path.parent.mkdir(exist_ok=True)  # a damaged cache folder may have been removed
         path.unlink(missing_ok=True)
-        path.write_bytes(whole)
+        path.write_bytes(original)
         os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
-def _sizes_counted_as_large(large: bool) -> contextlib.AbstractContextManager[object]:
-    """Let files above 200 bytes count as too large for a comparison at the start."""
+def _small_limit(large: bool) -> contextlib.AbstractContextManager[object]:
+    """Let files above 200 bytes count as too large for a comparison at the start, if `large`."""
     return mock.patch.object(checksum, "ALWAYS_CHECKED", 200) if large else contextlib.nullcontext()
 
 
@@ -184,14 +181,14 @@ def _targets(folder: Path) -> list[Target]:
         return str([tokens_of(corpus.train_prefix), tokens_of(corpus.validation_prefix or own), text, tokenizer.hash])
 
     def from_input(path: Path) -> Callable[[], str]:
-        def use() -> str:
+        def read() -> str:
             target = folder / "again" / path.name
             shutil.rmtree(target.parent, ignore_errors=True)
             target.parent.mkdir()
             pipeline.preprocess(source_files(path), target, recipe, progress=False)
             return tokens_of(Path(f"{target}_text_document"))
 
-        return use
+        return read
 
     def encoded() -> str:
         return str(load_tokenizer("hf", folder / "hf").encode("w1 w2 document <eot>"))
@@ -210,7 +207,7 @@ def _targets(folder: Path) -> list[Target]:
 
 
 def _write_tokenizer(folder: Path, vocabulary: Path) -> list[Path]:
-    """A Hugging Face tokenizer, which has no checksum before token files are made with it."""
+    """Write a Hugging Face tokenizer. It has no checksum before token files are written with it."""
     import tokenizers
 
     folder.mkdir()

@@ -1,6 +1,6 @@
-"""train.py with one thing wrong on one rank: `python -m tests.faults.inject WHAT RANK STEP WORD...`; RANK -1 is all of them.
+"""Run train.py with a fault on one rank: `python -m tests.faults.inject FAULT RANK STEP ARGUMENT...`; RANK -1 means all.
 
-The words of several runs, one after another, stand apart by `--then`.
+`--then` separates the arguments of several consecutive runs.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from models.block import Block
 SECONDS = {"pace": 0.05, "slow": 0.1, "crawl": 0.02}
 
 
-def install(what: str, step: int) -> None:
-    """Let the first block of this process do it in its forward pass number `step` (pace, slow and crawl: in all from
-    there on; crawl: also in validation)."""
-    whole = Block.forward
+def install(fault: str, step: int) -> None:
+    """Inject the fault into forward pass number `step` of this process's first block.
+
+    fault: nan, flip, hang and error happen once. pace, slow and crawl sleep in every pass from `step` on; crawl also in
+        validation.
+    """
+    original = Block.forward
     calls, first = 0, None
 
     def forward(self: Block, x: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls, first
-        y = whole(self, x, *args, **kwargs)
+        y = original(self, x, *args, **kwargs)
         first = first or self
-        if not (self.training or what == "crawl") or self is not first:
+        if not (self.training or fault == "crawl") or self is not first:
             return y
         calls += 1
-        if what in SECONDS and calls >= step:
-            time.sleep(SECONDS[what])
+        if fault in SECONDS and calls >= step:
+            time.sleep(SECONDS[fault])
         if calls == step:
-            if what == "nan":
+            if fault == "nan":
                 return y * float("nan")
-            if what == "flip":
+            if fault == "flip":
                 self.norm1.weight.data.view(torch.int32)[3] ^= 1 << 20
-            if what == "hang":
+            if fault == "hang":
                 time.sleep(3600)
-            if what == "error":
+            if fault == "error":
                 raise KeyError("injected")
         return y
 
@@ -49,7 +52,7 @@ def install(what: str, step: int) -> None:
 
 
 def install_slow_save(seconds: float = 1.0) -> None:
-    """Let every file of this process's checkpoints take so long."""
+    """Delay every checkpoint file of this process by `seconds`."""
     write_file = checkpoint_writer.write_file
 
     def slow(*args: Any) -> Any:
@@ -62,13 +65,13 @@ def install_slow_save(seconds: float = 1.0) -> None:
 if __name__ == "__main__":
     import train
 
-    what, rank, step, *words = sys.argv[1:]
-    whole, status = Block.forward, 0
-    while words and not status:
-        own = list(takewhile(lambda word: word != "--then", words))
-        words = words[len(own) + 1 :]
-        Block.forward = whole  # type: ignore[method-assign]
+    fault, rank, step, *remaining = sys.argv[1:]
+    original, status = Block.forward, 0
+    while remaining and not status:
+        arguments = list(takewhile(lambda word: word != "--then", remaining))
+        remaining = remaining[len(arguments) + 1 :]
+        Block.forward = original  # type: ignore[method-assign]
         if int(rank) in (-1, int(os.environ.get("RANK", "0"))):
-            install_slow_save() if what == "slow-save" else install(what, int(step))
-        status = train.main(own)
+            install_slow_save() if fault == "slow-save" else install(fault, int(step))
+        status = train.main(arguments)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""Kill -9 of a random process at a random moment; the same command then ends as if nothing had happened."""
+"""Kill a random process of a run by SIGKILL at a random moment and repeat the command until the run is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.started_command import StartedCommand, training_command
 
 INTERVAL = 5  # steps between saves, and between validations
 MOMENTS = ("start", "step", "save", "validation")
-END_SECONDS = 20.0  # for all processes after a kill: the heartbeat, and torchrun's own
+END_SECONDS = 20.0  # after a kill, for all processes: the heartbeat, then torchrun's own timeout
 SETTINGS = {
     "schedule.train_steps": 40,
     "checkpoint.interval": INTERVAL,
@@ -31,16 +31,18 @@ def run(count: int, seed: int, folder: Path, *, ranks: tuple[int, ...] = (1, 2))
     """Kill `count` times and compare every completed run with an uninterrupted one.
 
     Args:
-        folder: for the runs; nothing of them is removed.
-        ranks: processes of a run; runs take turns.
+        folder: holds the runs, which stay.
+        ranks: numbers of processes, in turns.
 
     Returns:
-        Counts; `different`, `orphans` and `lost_more_than_an_interval` must be 0.
+        Counts; `different`, `orphans` and `lost_more_than_an_interval` must be 0. `starts_checked` counts the starts after a
+        kill whose output names the step that they resume from; the others were killed earlier.
     """
     draw, corpus = random.Random(seed), folder / "toy.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     write_corpus(corpus)
-    counts = {"kills": 0, "runs": 0, "equal": 0, "different": 0, "orphans": 0, "lost_more_than_an_interval": 0}
+    names = ("kills", "runs", "equal", "different", "orphans", "starts_checked", "lost_more_than_an_interval")
+    counts = dict.fromkeys(names, 0)
     while counts["kills"] < count:
         size = ranks[counts["runs"] % len(ranks)]
         name = f"run{counts['runs']}"
@@ -57,7 +59,7 @@ def run(count: int, seed: int, folder: Path, *, ranks: tuple[int, ...] = (1, 2))
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Return what must be equal bit for bit: the files of the last checkpoint, the losses, the position in the data."""
+    """Return the values that must be equal bit for bit: files of the last checkpoint, losses, position in the data."""
     manifest = reader.read_manifest(reader.resolve(folder))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -71,41 +73,44 @@ def outcome(folder: Path) -> dict[str, Any]:
 def _kill_until_complete(
     command: list[str], folder: Path, draw: random.Random, count: int, counts: dict[str, int]
 ) -> int:
-    """Start the command, kill one of its processes, and again, until the run is complete. Returns the kills."""
+    """Start the command and kill one of its processes until the run is complete. Return the number of kills."""
     kills = done = 0
     while True:
         with StartedCommand(command, folder.with_suffix(f".{kills}.log")) as started:
             moment = draw.choice(MOMENTS)
             killed = counts["kills"] < count and _wait_for(moment, started, folder, draw) and _kill_one(started, draw)
-            # A run that goes on beyond `count`, or that has ended before the moment, ends by itself.
+            # Without a kill the run ends by itself.
             orphans = started.wait_for_all(END_SECONDS if killed else 180)
         counts["orphans"] += len(orphans)
-        text = started.log.read_text()
-        counts["lost_more_than_an_interval"] += done - _first_step(text, done) > INTERVAL
+        output = started.log.read_text()
+        first = _first_step(output) if kills else None
+        if first is not None:
+            counts["starts_checked"] += 1
+            counts["lost_more_than_an_interval"] += done - first > INTERVAL
         if not killed:
             if started.agent.returncode:
-                raise RuntimeError(f"{folder.name} ended with {started.agent.returncode}: {text[-3000:]}")
+                raise RuntimeError(f"{folder.name} ended with {started.agent.returncode}: {output[-3000:]}")
             return kills
         kills, done = kills + 1, _last_step(folder)
         counts["kills"] += 1
 
 
 def _kill_one(started: StartedCommand, draw: random.Random) -> bool:
-    """Kill a random process; returns whether one was alive."""
+    """Kill a random process. Return whether one was alive."""
     alive = started.processes()
     if alive:
         started.signal(signal.SIGKILL, [draw.choice(alive)])
     return bool(alive)
 
 
-def _first_step(output: str, unknown: int) -> int:
-    """Return the step that a start went on from, `unknown` where it was killed before it said so."""
+def _first_step(output: str) -> int | None:
+    """Return the step that a start resumed from, 0 for a new run, None if it was killed earlier."""
     resumed = re.search(r"; from (?:the start|\S+ at step (\d+))", output)
-    return int(resumed[1] or 0) if resumed else unknown
+    return int(resumed[1] or 0) if resumed else None
 
 
 def _wait_for(moment: str, started: StartedCommand, folder: Path, draw: random.Random) -> bool:
-    """Wait for the moment of a kill. Returns False when the run has ended before it."""
+    """Wait for the moment of a kill. Return False if the run has ended earlier."""
     first, share = _last_step(folder), draw.random()
     checkpoints = folder / "checkpoints"
     saved = _latest(checkpoints)
@@ -123,7 +128,7 @@ def _wait_for(moment: str, started: StartedCommand, folder: Path, draw: random.R
 
 
 def _last_step(folder: Path) -> int:
-    """Return the last step in the log, 0 before the first one."""
+    """Return the last logged step, 0 before the first one."""
     try:
         lines = (folder / "metrics.jsonl").read_bytes().splitlines()[-3:]
     except OSError:

@@ -1,4 +1,4 @@
-"""One of two machines is lost: its cable is cut and its processes are gone. docs/guide/launch.md says what goes on by itself."""
+"""Lose one of two machines: its link is cut and its processes are killed. docs/guide/launch.md describes the recovery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.launch.machines import Machine, example, two_machines
 from tests.parity.launch import free_port
 
 HEARTBEAT = 5.0  # seconds
-END_SECONDS = 60.0  # for torchrun on the other machine, which needs seconds beyond the heartbeat on a busy one
+END_SECONDS = 60.0  # for torchrun on the other machine, which takes seconds beyond the heartbeat on a busy machine
 SETTINGS = {
     "schedule.train_steps": 60,
     "checkpoint.interval": 5,
@@ -32,10 +32,10 @@ STORE = (
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """Lose the machine of rank 0 `count` times, in turns with a store on a third machine and with the store on the lost one.
+    """Lose the machine of rank 0 `count` times, with the store in turns on another machine and on the lost machine.
 
-    With the store elsewhere the run goes on when the machine starts the same command again. Without it torchrun on the other
-    machine ends, and the same command on both goes on.
+    With the store on another machine, the run resumes when the lost machine repeats the command. Otherwise torchrun on the
+    other machine ends, and the run resumes when both machines repeat the command.
 
     Returns:
         Counts; `recovered` must equal `losses`, and `slow_to_end` and `other_result` must be 0.
@@ -73,7 +73,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 class _Run:
-    """The example of docs/guide/launch.md on two machines; `external`: with a store on a third one."""
+    """Start the example of docs/guide/launch.md on two machines; `external`: with a store outside of machine 0."""
 
     def __init__(
         self, machines: list[Machine], words: list[str], folder: Path, stack: contextlib.ExitStack, *, external: bool
@@ -83,7 +83,7 @@ class _Run:
         port = str(free_port())
         program = example().replace("29500", port).replace("train.py", "-m tests.faults.inject pace -1 1")
         if external:
-            # Its own address would make the second machine the host of the store.
+            # Otherwise the second machine would see its own address and host the store.
             program = program.replace('"$ADDRESS" = ', '"" = ')
             code = STORE.format(port=port)
             store = subprocess.Popen([*machines[1].prefix, sys.executable, "-c", code])
@@ -108,7 +108,7 @@ class _Run:
 
 
 def _cut(machine: Machine, state: str) -> None:
-    """Take the cable of a machine down or up; without namespaces its processes alone are lost."""
+    """Set the link of a machine down or up; a machine without a namespace loses its processes alone."""
     if machine.prefix:
         words = ["ip", "-n", machine.prefix[-1], "link", "set", machine.interface, state]
         subprocess.run(words, check=True)

@@ -1,15 +1,15 @@
-"""Power cuts: record what a command does to a folder, cut it at a random moment, and give the command again.
+"""Simulate power cuts: record the file operations of a command, cut them at a random moment, repeat the command.
 
 A recording holds creations, renames, removals and syncs, in order. A cut keeps the operations on names up to a random moment
-not before the last sync of a folder, as journaling file systems do. It keeps a file's content up to its last sync; what was
-written later is lost, wholly or from a random byte on. `run` returns these counts:
+after the last sync of a folder, as journaling file systems do. It keeps the content of a file up to its last sync. Later
+content is lost, wholly or from a random byte on. `run` returns these counts:
 
-    cuts          power cuts
-    restarted     the same command ended with status 0 and the result of the uninterrupted one
-    by hand       it did not end with status 0
-    other result  it ended with status 0 and another result
+- cuts: power cuts;
+- restarted: the repeated command ended with status 0 and the result of the uninterrupted one;
+- by hand: it ended with another status;
+- other result: it ended with status 0 and another result.
 
-The last two are to be 0. Their cases stand in ``failures.jsonl`` of the folder.
+The last two must be 0. `failures.jsonl` of the folder describes their cases.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from data.datasets.causal import CausalDataset
 from data.preprocessing import pipeline
 from data.preprocessing.prepare_corpus import prepare_corpus
 from tests.data.inline_pool import Inline
+from tests.faults.outcomes import record_failure
 from tools import preprocess_data
 
-Command = Callable[[Path], int]  # what works in a folder and returns an exit status
-Result = Callable[[Path], str]  # what it made there
+Command = Callable[[Path], int]  # works in a folder and returns an exit status
+Result = Callable[[Path], str]  # returns a digest of the command's files
 NAMES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open")
 
 
 @dataclass(eq=False)
 class Node:
-    """A file or folder under whatever name, its content when it was synced, by operation, and its last content."""
+    """Hold a file or folder, independent of its name: content at each sync, size at each operation, last content."""
 
     is_folder: bool = False
     synced: dict[int, bytes] = field(default_factory=dict)
@@ -52,17 +53,17 @@ class Node:
     time: int = 0
 
     def content_after_cut(self, at: int, draw: random.Random) -> bytes:
-        """What is on the disk after a cut behind operation ``at``."""
-        kept = next((content for index, content in reversed(self.synced.items()) if index <= at), b"")
+        """Return the content on disk after a cut behind operation `at`."""
+        synced = next((content for index, content in reversed(self.synced.items()) if index <= at), b"")
         size = next((size for index, size in reversed(self.sizes.items()) if index <= at), 0)
         written = self.last[:size]
-        if len(written) <= len(kept) or not written.startswith(kept):
-            return kept
-        return written[: draw.choice([len(kept), draw.randint(len(kept), len(written)), len(written)])]
+        if len(written) <= len(synced) or not written.startswith(synced):
+            return synced
+        return written[: draw.choice([len(synced), draw.randint(len(synced), len(written)), len(written)])]
 
 
 class Recording:
-    """The operations of this process on the files below a folder, from an empty folder on."""
+    """Record the operations of this process on the files below a folder that is empty at first."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -73,7 +74,7 @@ class Recording:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record what the block does."""
+        """Record the operations of the block."""
         global _recording
         _add_hook()
         _recording = self
@@ -86,7 +87,7 @@ class Recording:
                 self._read(path, node)
 
     def event(self, name: str, words: tuple[Any, ...]) -> None:
-        """What Python is about to do, from its audit hook."""
+        """Record an event of Python's audit hook, which precedes the operation."""
         if name not in NAMES or getattr(self._inside, "flag", False):
             return
         self._inside.flag = True
@@ -169,13 +170,13 @@ class Recording:
         return words if words.startswith(f"{self.root}/") else None
 
     def moment(self, draw: random.Random) -> int:
-        """An operation to cut behind: any one, one that gave a file or folder its name, or the last one."""
+        """Return the index of the operation to cut behind: any operation, a rename, or the last one."""
         renames = [at for at, operation in enumerate(self.operations) if operation[0] == "rename"]
         last = len(self.operations) - 1
         return draw.choice([draw.randint(0, last), draw.choice(renames), last])
 
     def write_image(self, at: int, draw: random.Random) -> None:
-        """Write the folder as the disk holds it after a cut behind operation ``at``."""
+        """Write the folder as it is on disk after a cut behind operation `at`."""
         synced = max((i for i in range(at + 1) if self.operations[i][0] == "sync"), default=0)
         names: dict[str, Node] = {}
         for what, path, other in self.operations[: draw.choice([at, draw.randint(synced, at)]) + 1]:
@@ -208,7 +209,7 @@ def _add_hook() -> None:
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """Cut so many commands, the same for the same seed, in a new ``folder``: caches, token files and checkpoints in turn."""
+    """Cut `count` commands in a new `folder`, in turns for caches, token files and checkpoints; return the counts."""
     folder.mkdir(parents=True)
     folder = folder.resolve()
     draw = random.Random(seed)
@@ -222,38 +223,38 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
             if name not in recordings:
                 root.mkdir()
                 recording = Recording(root)
-                with recording.recorded(), contextlib.redirect_stdout(io.StringIO()):
-                    assert command(root) == 0
+                output = io.StringIO()
+                with recording.recorded(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                    assert command(root) == 0, output.getvalue()
                 recordings[name] = recording, result(root)
             recording, expected = recordings[name]
             at = recording.moment(draw)
             recording.write_image(at, draw)
-            outcome, words = _restart(command, result, root, expected)
+            outcome, output = _restart(command, result, root, expected)
             outcomes["cuts"] += 1
             outcomes[outcome] += 1
             if outcome != "restarted":
-                case = {"outcome": outcome, "command": name, "after": str(recording.operations[at]), "words": words}
-                with open(folder / "failures.jsonl", "a") as file:
-                    file.write(json.dumps({**case, "at": at, "cut": number}) + "\n")
+                case = {"cut": number, "outcome": outcome, "command": name, "output": output}
+                record_failure(folder, **case, at=at, after=str(recording.operations[at]))
                 shutil.copytree(root, folder / f"cut{number}")
     return dict(outcomes)
 
 
 def _restart(command: Command, result: Result, root: Path, expected: str) -> tuple[str, str]:
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             status = command(root)
             if status != 0:
-                return "by hand", f"status {status}: {said.getvalue()[-600:]}"
-            same = result(root) == expected
+                return "by hand", f"status {status}: {output.getvalue()[-600:]}"
+            is_same = result(root) == expected
     except Exception as error:
         return "by hand", repr(error)
-    return ("restarted" if same else "other result"), said.getvalue()[-600:]
+    return ("restarted" if is_same else "other result"), output.getvalue()[-600:]
 
 
 def _commands(folder: Path) -> dict[str, tuple[Command, Result]]:
-    """Name -> a command, and what it made."""
+    """Return the commands by name, each with the function that returns its result."""
     import train
     from tests.cli.conftest import run_words
 

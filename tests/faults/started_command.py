@@ -1,4 +1,4 @@
-"""A command with every process that it starts, whoever their parent is by now."""
+"""Start a command and find every process that it started, orphans included."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ _MARK = "METALION_FAULT_TEST"
 
 
 def training_command(words: list[str], *, ranks: int = 1, slow: bool = True) -> list[str]:
-    """Return the command of a run: torchrun for two ranks and more. `slow`: each forward pass takes 20 ms more."""
+    """Return the command of a run, by torchrun if `ranks` > 1. `slow`: each forward pass takes 20 ms more."""
     program = ["-m", "tests.faults.inject", "crawl", "-1", "1"] if slow else ["train.py"]
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
     return [sys.executable, *(launcher if ranks > 1 else []), *program, *words]
 
 
 class StartedCommand:
-    """Start a command whose processes, orphans included, carry a mark in their environment. A context manager: the end kills
-    what is left of them.
+    """Start a command whose processes carry a mark in their environment. The end of the context kills them all.
 
     Args:
         log: file for the output of all processes.
-        variables: more of the environment.
+        variables: additional environment variables.
 
     Attributes:
-        agent: the process that was started: the launcher where there is one.
+        agent: the started process, which is the launcher if there is one.
     """
 
     def __init__(self, command: list[str], log: Path, **variables: str) -> None:
@@ -54,17 +53,17 @@ class StartedCommand:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the started process has ended."""
+        """Return whether the started process has ended."""
         return self.agent.poll() is not None
 
     def processes(self) -> list[int]:
-        """Return the process ids of the command that are alive, in ascending order."""
-        self.agent.poll()  # collects it, so that it is no zombie
+        """Return the ids of the live processes of the command, in ascending order."""
+        self.agent.poll()  # otherwise an ended agent stays a zombie
         return [pid for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))) if self._is_ours(pid)]
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks, in the order of their ranks; of all processes where there is no launcher."""
-        found = {}
+        """Return the process ids of the ranks in rank order; the agent's id without a launcher."""
+        by_rank = {}
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 words = dict(
@@ -72,19 +71,19 @@ class StartedCommand:
                 )
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 if b"RANK" in words and b"multiprocessing" not in command:
-                    found[int(words[b"RANK"])] = pid
-        return [found[rank] for rank in sorted(found)] or [self.agent.pid]
+                    by_rank[int(words[b"RANK"])] = pid
+        return [by_rank[rank] for rank in sorted(by_rank)] or [self.agent.pid]
 
     def signal(self, number: signal.Signals, processes: list[int]) -> None:
-        """Send a signal to these processes; those that have ended are left out."""
+        """Send a signal to these processes. Ended processes are ignored."""
         for pid in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def wait_until(self, condition: Callable[[], object], seconds: float) -> bool:
-        """Poll until the condition holds or the started process ends. Returns whether it held.
+        """Poll until the condition holds or the started process ends. Return whether the condition held.
 
-        Raises TimeoutError after `seconds`, with the end of the output.
+        Raises TimeoutError with the end of the output after `seconds`.
         """
         end = time.monotonic() + seconds
         while not condition():
@@ -96,7 +95,7 @@ class StartedCommand:
         return True
 
     def wait_for_all(self, seconds: float) -> list[int]:
-        """Wait for the end of every process; return those that are alive after `seconds`."""
+        """Wait for the end of every process. Return the ids of those that are alive after `seconds`."""
         end = time.monotonic() + seconds
         while (alive := self.processes()) and time.monotonic() < end:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Every kind of fault a few times; large counts: `python -m tests.faults.campaign --counts large`."""
+"""The fault campaign with small counts. `python -m tests.faults.campaign --counts large` runs large ones."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from tests.faults import campaign, kill_loop
 
 
-def test_a_run_survives_a_pause_of_all_processes_and_names_a_frozen_one(tmp_path):
+def test_run_survives_a_pause_of_all_processes_and_names_a_frozen_rank(tmp_path):
     result = campaign.run_kind("frozen_processes", 1, 0, tmp_path)
     assert result["verdict"] == "holds", result
     assert result["counts"]["named"] == 1
 
 
-def test_a_run_killed_at_a_random_moment_equals_the_uninterrupted_one(tmp_path):
+def test_run_killed_at_a_random_moment_equals_the_uninterrupted_one(tmp_path):
     counts = kill_loop.run(1, 0, tmp_path, ranks=(1,))
     assert counts == {**counts, "kills": 1, "equal": 1, "different": 0, "orphans": 0, "lost_more_than_an_interval": 0}
 
 
-def test_a_violated_target_is_named_and_is_the_exit_status(tmp_path, monkeypatch, capsys):
+def test_violated_target_is_named_and_sets_the_exit_status(tmp_path, monkeypatch, capsys):
     counts = {"kills": 3, "orphans": 2, "equal": 3}
 
     def run(count, seed, folder):

@@ -1,4 +1,4 @@
-"""Processes that do not run the same thing are refused at the start, with the ranks and what differs."""
+"""Ranks with different configurations, code or data are refused at the start. The message names ranks and differences."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_lite.fault_tolerance.rank_consistency import (
 )
 from tests.cli.conftest import ROOT
 
-ODD = ("--no-python", "bash", "-c")
+SHELL = ("--no-python", "bash", "-c")
 
 
-def test_another_configuration_and_another_checkout(launch, arguments, tmp_path):
+def test_different_configuration_and_checkout_are_named(launch, arguments, tmp_path):
     copy = tmp_path / "checkout"
     for name in ("configs", "data", "megatron_lite", "models", "tools"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -29,7 +29,7 @@ def test_another_configuration_and_another_checkout(launch, arguments, tmp_path)
     with open(copy / "models" / "layers" / "mlp.py", "a") as file:
         file.write("\n# an older version\n")
     script = f'[ $RANK = 0 ] || {{ cd {copy}; set -- "$@" run.seed=7; }}; exec {sys.executable} train.py "$@"'
-    agent = launch(arguments(), *ODD[1:], script, "train", options=ODD[:1])
+    agent = launch(arguments(), *SHELL[1:], script, "train", options=SHELL[:1])
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode != 0
     assert "error: the processes of this run are not alike; nothing was started" in output
@@ -41,7 +41,7 @@ def test_another_configuration_and_another_checkout(launch, arguments, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def test_other_data_under_the_same_name(launch, arguments, tmp_path):
+def test_different_data_under_the_same_name_are_named(launch, arguments, tmp_path):
     for rank in range(2):
         draw = np.random.default_rng(rank)  # as many tokens, but others
         with IndexedWriter(tmp_path / f"disk{rank}" / "text", np.dtype("<u2")) as writer:
@@ -49,7 +49,7 @@ def test_other_data_under_the_same_name(launch, arguments, tmp_path):
                 writer.add_document(draw.integers(0, 256, 100))
     script = f'cd {tmp_path}/disk$RANK; exec {sys.executable} {ROOT}/train.py "$@"'
     words = [word for word in arguments(**{"data.train": "text"}) if not word.startswith("data.corpus")]
-    agent = launch([*words, "data.corpus=null"], *ODD[1:], script, "train", options=ODD[:1])
+    agent = launch([*words, "data.corpus=null"], *SHELL[1:], script, "train", options=SHELL[:1])
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode != 0
     assert re.search(
@@ -58,10 +58,10 @@ def test_other_data_under_the_same_name(launch, arguments, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_the_message_names_the_odd_ones_last():
-    usual = {"packages": {"torch": "2.13.0", "numpy": "2.4.6"}, "code": {"train.py": "a" * 64}}
-    old = {"packages": {"torch": "2.12.0"}, "code": {"train.py": "a" * 64}}
-    text = difference([usual, usual, old, usual], ["gpu1", "gpu1", "gpu2", "gpu2"])
+def test_message_names_the_minority_last():
+    majority = {"packages": {"torch": "2.13.0", "numpy": "2.4.6"}, "code": {"train.py": "a" * 64}}
+    other = {"packages": {"torch": "2.12.0"}, "code": {"train.py": "a" * 64}}
+    text = difference([majority, majority, other, majority], ["gpu1", "gpu1", "gpu2", "gpu2"])
     assert "packages: torch: ranks 0-1, 3 (gpu1, gpu2) 2.13.0; rank 2 (gpu2) 2.12.0" in text
     assert "packages: numpy: ranks 0-1, 3 (gpu1, gpu2) 2.4.6; rank 2 (gpu2) absent" in text
     assert "code" not in text
@@ -70,14 +70,14 @@ def test_the_message_names_the_odd_ones_last():
     assert "code: and 12 more" in difference(many, ["a", "b"])
 
 
-def test_what_is_compared(tmp_path):
+def test_facts_of_code_configuration_and_files(tmp_path):
     facts = code_facts(ROOT, ("train.py", "models"))
     assert {"train.py", "models/language_model.py", "models/mixers/metala.py"} <= facts.keys()
     assert configuration_facts({"a": {"b": (1, 2), "c": {}}, "d": None}) == {"a.b": "[1, 2]", "a.c": "{}", "d": "null"}
     large = tmp_path / "tokens.bin"
     large.write_bytes(bytes(3 << 20))
-    before = file_facts([large, tmp_path / "gone.bin", None])
-    assert before[str(tmp_path / "gone.bin")] == "no such file"
+    facts = file_facts([large, tmp_path / "gone.bin", None])
+    assert facts[str(tmp_path / "gone.bin")] == "no such file"
     large.write_bytes(bytes((3 << 20) - 1) + b"1")
-    assert file_facts([large]) != {str(large): before[str(large)]}
+    assert file_facts([large]) != {str(large): facts[str(large)]}
     assert rank_words([4, 0, 1, 2]) == "ranks 0-2, 4"

@@ -1,4 +1,4 @@
-"""Signals, dead, failed and hanging processes: the run ends or goes on, and says which rank it was."""
+"""Signals, and ranks that are killed, fail, hang or are slow: the run ends or continues, and names the rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ INJECT = ("-m", "tests.faults.inject")
 @pytest.mark.parametrize("layout", ["data", "pipeline"])
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(launch, arguments, tmp_path, layout):
     settings = {"schedule.train_steps": 40, "checkpoint.interval": 0, "optimizer.lr": 1e-4}
-    cut = {} if layout == "data" else {f"parallel.{layout}": 2}
-    agent = launch(["pace", "-1", "1", *arguments(**settings, **cut)], *INJECT)
+    parallel = {} if layout == "data" else {f"parallel.{layout}": 2}
+    agent = launch(["pace", "-1", "1", *arguments(**settings, **parallel)], *INJECT)
     reached(agent, tmp_path / "run", 5)
     os.kill(worker(agent, 1), signal.SIGTERM)
     output, _ = agent.communicate(timeout=60)
@@ -32,19 +32,19 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(launch, arguments, tm
     manifest = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))
     assert manifest["step"] == stopped == train_lines(tmp_path / "run")[-1]["step"] < 40
     assert len([name for name in manifest["files"] if name.startswith("weights")]) == 2
-    assert train.main(arguments(**settings)) == 0  # goes on, here in one process
+    assert train.main(arguments(**settings)) == 0  # resumes, here in one process
     assert train.main(arguments("alone", **settings)) == 0
     assert_same_run(tmp_path / "run", tmp_path / "alone")
 
 
-def test_kill_9_of_the_rank_that_writes_last_leaves_the_former_checkpoint(launch, arguments, tmp_path):
+def test_kill_during_a_save_leaves_the_previous_checkpoint(launch, arguments, tmp_path):
     settings = {"schedule.train_steps": 30, "checkpoint.interval": 4, "run.heartbeat_seconds": 3, "optimizer.lr": 1e-4}
     words = arguments(**settings, **{"checkpoint.asynchronous": "true"})
     agent = launch(["slow-save", "1", "1", *words], *INJECT)
     folder = tmp_path / "run" / "checkpoints"
     wait_for(lambda: len(list(folder.glob(".step_00000008.writing/weights-00000*"))) == 1, agent)
-    reached(agent, tmp_path / "run", 11)  # training goes on meanwhile
-    assert train.main(words) == 1  # another run in that folder; after the kill below there is none
+    reached(agent, tmp_path / "run", 11)  # training continues during the save
+    assert train.main(words) == 1  # the folder is in use
     assert checkpoint.resolve(folder).name == "step_00000004"
     victim = worker(agent, 1)
     os.kill(victim, signal.SIGKILL)
@@ -65,29 +65,29 @@ def test_kill_9_of_the_rank_that_writes_last_leaves_the_former_checkpoint(launch
     assert_same_run(tmp_path / "run", tmp_path / "alone")
 
 
-def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(launch, arguments, tmp_path):
+def test_run_restarted_by_torchrun_equals_the_uninterrupted_one(launch, arguments, tmp_path):
     settings = {"schedule.train_steps": 24, "checkpoint.interval": 5, "optimizer.lr": 1e-4}
     agent = launch(["pace", "-1", "1", *arguments(**settings)], *INJECT, options=("--max-restarts=1",))
     reached(agent, tmp_path / "run", 12)
     os.kill(worker(agent, 1), signal.SIGKILL)
     output, _ = agent.communicate(timeout=120)
     assert agent.returncode == 0, output
-    assert "step_00000010 at step 10" in output  # where the second attempt begins
+    assert "step_00000010 at step 10" in output  # start of the second attempt
     assert train.main(arguments("alone", **settings)) == 0
     assert_same_run(tmp_path / "run", tmp_path / "alone")
 
 
-def test_an_error_on_one_rank_is_told_by_the_others_too(launch, arguments):
+def test_error_of_one_rank_is_named_by_the_other_rank(launch, arguments):
     agent = launch(["error", "1", "3", *arguments(**{"run.heartbeat_seconds": 6})], *INJECT)
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode != 0
     assert re.search(r"error: .*rank 1 \(.* after step 2\) ended with an error \(KeyError: 'injected'\)", output), (
         output
     )
-    assert re.search(r"\[rank0\].*Connection closed by peer", output), output  # and not the dead rank itself said so
+    assert re.search(r"\[rank0\].*Connection closed by peer", output), output  # not only rank 1 itself
 
 
-def test_a_rank_that_hangs_prints_every_stack_and_is_named(launch, arguments):
+def test_hanging_rank_is_named_and_every_rank_prints_its_stacks(launch, arguments):
     settings = {"run.watchdog_minutes": 0.03, "run.timeout_minutes": 0.1, "run.heartbeat_seconds": 3}
     agent = launch(["hang", "1", "3", *arguments(**settings)], *INJECT)
     output, _ = agent.communicate(timeout=60)
@@ -112,41 +112,43 @@ NOT_FINITE = {
 
 
 @pytest.fixture(scope="module")
-def poisoned(corpus, tmp_path_factory):
-    """Runs of two processes in each layout, with a value that is not finite in step 3 of rank 1; `alone`, of one
-    process with the same samples a step: the poisoned step is the same one."""
+def not_finite_runs(corpus, tmp_path_factory):
+    """Return the folder of runs with a NaN in step 3 of rank 1: one of two processes per layout, and `alone` of one process.
+
+    All runs read the same samples per step.
+    """
     from models.block import Block
     from tests.faults import inject
 
-    folder = tmp_path_factory.mktemp("poisoned")
-    whole = {"batch.micro_batch_size": 4, "schedule.train_steps": 5}
-    runs = [[*run_words(corpus, folder, name, **{**whole, **cut}), "--then"] for name, cut in NOT_FINITE.items()]
+    folder = tmp_path_factory.mktemp("not_finite")
+    settings = {"batch.micro_batch_size": 4, "schedule.train_steps": 5}
+    runs = [[*run_words(corpus, folder, name, **{**settings, **more}), "--then"] for name, more in NOT_FINITE.items()]
     processes.launch("tests.faults.inject", 2, "nan", "1", "3", *itertools.chain(*runs))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Block, "forward", Block.forward)
         inject.install("nan", 3)
-        assert train.main(run_words(corpus, folder, "alone", **whole)) == 0
+        assert train.main(run_words(corpus, folder, "alone", **settings)) == 0
     return folder
 
 
 @pytest.mark.parametrize("layout", NOT_FINITE)
-def test_a_rank_whose_gradient_is_not_finite_skips_the_step_on_all(poisoned, layout):
-    lines = [json.loads(line) for line in (poisoned / layout / "metrics.jsonl").read_text().splitlines()]
+def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all_ranks(not_finite_runs, layout):
+    lines = [json.loads(line) for line in (not_finite_runs / layout / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped_steps"] for line in lines if line["kind"] == "train"] == [0, 0, 1, 1, 1]
     (fault,) = (line for line in lines if line["kind"] in ("transient_fault", "persistent_fault"))
     assert (fault["kind"], fault["step"]) == ("transient_fault", 3)
-    owners = "ranks 0-1" if layout == "tensor" else "rank 1"  # which share every layer
+    owners = "ranks 0-1" if layout == "tensor" else "rank 1"  # tensor ranks share every layer
     assert re.match(
         rf"the loss of {owners} \(\S+\) was not finite; computed once more .* transient fault", fault["text"]
     )
-    for line, other in zip(train_lines(poisoned / layout), train_lines(poisoned / "alone"), strict=True):
+    for line, other in zip(train_lines(not_finite_runs / layout), train_lines(not_finite_runs / "alone"), strict=True):
         if line["step"] == 3:
             assert line["loss"] is None is other["loss"]
         else:
             assert line["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 
-def test_a_slow_rank_is_named(launch, arguments, tmp_path):
+def test_slow_rank_is_named(launch, arguments, tmp_path):
     agent = launch(["slow", "1", "1", *arguments(**{"logging.spread_interval": 2})], *INJECT)
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode == 0, output
