@@ -53,6 +53,7 @@ def _export(options: argparse.Namespace) -> int:
         options.folder,
         dtype=options.dtype,
         max_shard_bytes=options.max_shard_size,
+        form=options.format,
         overwrite=options.overwrite,
         licence=options.licence,
         tokenizer_file=options.tokenizer,
@@ -169,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
             "  python -m tools.convert_hf export runs/default exported/           weights as float32\n"
             "  python -m tools.convert_hf export runs/default exported/ --dtype bf16 --overwrite\n"
             "  python -m tools.convert_hf import exported/ runs/again              an export, to train on\n"
-            "  python -m tools.convert_hf import pythia-410m/ runs/pythia          GPT-NeoX, Llama, MetaLA, GLA, RetNet, HGRN2\n"
+            "  python -m tools.convert_hf import pythia-410m/ runs/pythia          GPT-NeoX, Llama, MetaLA, GLA and others\n"
             "  python -m tools.convert_hf verify runs/default                      read and check every file of a run or export\n"
             "\n"
             "An export compares its logits with the trainer's and fails if they differ by more than the tolerance.\n"
@@ -184,6 +185,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
     export.add_argument("folder", type=Path, help="the folder to write")
+    export.add_argument(
+        "--format",
+        default="metalion",
+        choices=("metalion", "fla"),
+        help="the project's own with its source, or flash-linear-attention's for delta_net, gated_delta_net and kda (metalion)",
+    )
     export.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="type of the weights (fp32)")
     export.add_argument(
         "--max-shard-size", type=_bytes, default="5GB", help="largest weight file, such as 500MB (default 5GB)"
@@ -212,7 +219,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Write a run with a checkpoint, the tokenizer and a config.yml for train.py. Weights: safetensors.",
     )
     imported.add_argument(
-        "folder", type=Path, help="an export of this project, or a gpt_neox, llama, metala, gla, retnet or hgrn2 model"
+        "folder",
+        type=Path,
+        help="an export of this project, or a model of another codebase (docs/guide/huggingface.md lists them)",
     )
     imported.add_argument("run", type=Path, help="the run folder to write")
     imported.add_argument("--overwrite", action="store_true", help="replace an import that was not trained further")

@@ -24,6 +24,9 @@ from megatron_lite.checkpoint.safetensors_stream import write_tensors
 from megatron_lite.engine.precision import DTYPES
 from models.config import ModelConfig
 from tools.conversion.flatten_source import flat_source
+from tools.conversion.foreign.fla_delta import fla_config
+from tools.conversion.foreign.mapping import Renamed
+from tools.conversion.foreign.registry import translate
 from tools.conversion.hf_folder import read_config
 from tools.conversion.logit_parity import real_text
 from tools.conversion.model_card import model_card
@@ -34,6 +37,7 @@ from tools.loading.tokenizer import read_tokenizer, save_tokenizer, saved_tokeni
 
 # What an import needs to train on: the run's configuration and its tokenizer as the trainer reads it.
 TRAINING_FOLDER = "training"
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def export(
     *,
     dtype: str = "fp32",
     max_shard_bytes: int = 5 * 10**9,
+    form: str = "metalion",
     overwrite: bool = False,
     licence: str = "apache-2.0",
     tokenizer_file: Path | None = None,
@@ -78,6 +83,7 @@ def export(
     Args:
         dtype: "fp32", "bf16" or "fp16" for the stored weights.
         max_shard_bytes: a weight file ends before it passes this size; a single larger tensor has a file of its own.
+        form: "metalion" for the project's own format with its source, "fla" for flash-linear-attention's without source.
         overwrite: replace a folder that is there, if it is an export.
         tokenizer_file: as of `tokenizer_at`; None for the one that the run keeps, or none where it was imported without.
         text: what logits are to be compared on; refused as by `real_text` before anything is written.
@@ -86,8 +92,8 @@ def export(
         CheckpointError: no checkpoint there, or a damaged one.
         FileExistsError: `folder` is there already.
         FileNotFoundError: the tokenizer is gone.
-        ValueError: an unknown dtype, weights that are not those of the configuration, or a tokenizer that is larger than
-            the embedding or cannot be written.
+        ValueError: an unknown dtype, a model that the format cannot hold, weights that are not those of the configuration,
+            or a tokenizer that is larger than the embedding or cannot be written.
     """
     if dtype not in ("fp32", "bf16", "fp16"):
         raise ValueError(f"--dtype {dtype}: allowed are fp32, bf16, fp16")
@@ -97,6 +103,7 @@ def export(
         raise FileExistsError(f"{source} lies in {folder}, which --overwrite would remove: name another folder")
     config = read_config_yaml(source)
     model = model_config(config)
+    fla = fla_config(model) if form == "fla" else None
     weights = Weights(source)
     check_shapes(weights.shapes, model, source)
     run = run_folder(source, config)
@@ -107,13 +114,25 @@ def export(
             real_text(config, tokenizer, text)
 
     with atomic_folder(folder, overwrite=overwrite) as aside:
-        write_description(aside, model, tokenizer, dtype, int(config["batch"]["sequence_length"]))
-        write_training_side(aside, config, tokenizer)
-        sizes = write_shards(aside, weights, weights.shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
+        length = int(config["batch"]["sequence_length"])
+        stored: Mapping[str, Tensor] = weights
+        shapes = weights.shapes
+        if fla is None:
+            write_description(aside, model, tokenizer, dtype, length)
+            write_training_side(aside, config, tokenizer)
+        else:
+            special = {} if tokenizer is None else export_tokenizer(tokenizer, aside, causal=True, max_length=length)
+            _write_json(aside / "config.json", {**fla, **_ids(special), "dtype": TORCH_NAMES[dtype]})
+            stored = Renamed(translate(fla), weights)
+            with torch.device("meta"):
+                of_shapes = {name: torch.empty(shape) for name, shape in weights.shapes.items()}
+            shapes = {name: tuple(x.shape) for name, x in Renamed(translate(fla), of_shapes).items()}
+        sizes = write_shards(aside, stored, shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
         parameters = sum(math.prod(shape) for shape in weights.shapes.values())
         card = model_card(config, model, run=run, step=source.name, parameters=parameters, dtype=dtype, licence=licence)
         (aside / FILE_NAME).write_text(checksums_text(_checksums(aside)), encoding="utf-8")
-        (aside / "README.md").write_text(card, encoding="utf-8")  # without a hash: cards are edited
+        if fla is None:
+            (aside / "README.md").write_text(card, encoding="utf-8")  # without a hash: cards are edited
     return Export(folder, source, weights, config, tokenizer, parameters, sum(sizes), len(sizes))
 
 
@@ -136,7 +155,8 @@ def check_target(folder: Path, overwrite: bool) -> None:
     if not overwrite:
         raise FileExistsError(f"{folder} exists: name another folder, or replace it with --overwrite")
     try:
-        is_export = read_config(folder)["model_type"] == "metalion"
+        # An export in another format has no training folder: its hashes tell it from a model of others.
+        is_export = read_config(folder)["model_type"] == "metalion" or (folder / FILE_NAME).is_file()
     except (OSError, ValueError):  # something else, or nothing, under that name
         is_export = False
     if not is_export:
@@ -189,7 +209,7 @@ def write_description(
         entries = tokenizer.vocab_size
     main_class = "MetalionForCausalLM" if causal else "MetalionForMaskedLM"
     main_auto = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
-    ids = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
+    ids = _ids(special)
     config = {
         "architectures": [main_class],
         "auto_map": {
@@ -201,7 +221,7 @@ def write_description(
         "model_type": "metalion",
         **dataclasses.asdict(model),
         **ids,
-        "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
+        "dtype": TORCH_NAMES[dtype],
         "use_cache": True,
     }
     _write_json(folder / "config.json", config)
@@ -211,6 +231,10 @@ def write_description(
         _write_json(folder / "generation_config.json", {**ids, **({"suppress_tokens": padding} if padding else {})})
     for name, text in flat_source(model.mixers).items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def _ids(special: Mapping[str, int]) -> dict[str, int]:
+    return {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
 
 
 def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:

@@ -26,7 +26,7 @@ from tools.conversion.export_hf import TRAINING_FOLDER, check_vocabulary
 from tools.conversion.export_source import check_source
 from tools.conversion.foreign.mapping import check_names, make
 from tools.conversion.foreign.metala_reference import metala_logits
-from tools.conversion.foreign.registry import translate
+from tools.conversion.foreign.registry import OF_FLA, translate
 from tools.conversion.hf_folder import Tensors, check_folder, read_config
 from tools.conversion.logit_parity import real_text
 from tools.conversion.tokenizer import tokenizer_in
@@ -145,14 +145,14 @@ def original_logits(
     if kind == "metala":
         equations = "those of MetaLA's equations, computed token by token"
         return metala_logits(read_config(folder), Tensors(folder), tokens), equations
-    if kind in ("gla", "retnet", "hgrn2"):
+    if kind in OF_FLA:
         if not torch.cuda.is_available():
             return None, "flash-linear-attention runs on a GPU only"
         import fla.models  # noqa: F401 - registers its models with transformers
     from transformers import AutoModelForCausalLM
 
     original = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32).eval()
-    if kind in ("gla", "retnet", "hgrn2"):
+    if kind in OF_FLA:
         return original.cuda()(tokens.cuda()).logits.float().cpu(), whose
     return original(tokens).logits.float(), whose
 

@@ -21,8 +21,11 @@ from data.indexed import IndexedTokens
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.reader import Weights
 from models.config import ModelConfig
-from models.language_model import layer_specs
+from models.language_model import LanguageModel, layer_specs
 from tools.conversion.export_source import model_class
+from tools.conversion.foreign.mapping import make
+from tools.conversion.foreign.registry import translate
+from tools.conversion.hf_folder import Tensors, read_config
 from tools.loading.token_data import data_config
 
 # Longer than a chunk of the recurrence, and little enough for a large model on a CPU.
@@ -67,7 +70,17 @@ def compare_logits(
 
 @torch.no_grad()
 def exported_logits(folder: Path, tokens: Tensor, config: ModelConfig, *, trust_remote_code: bool) -> Tensor:
-    """Return the logits of an export in float32. One block at a time is converted to float32."""
+    """Return the logits of an export in float32. One block at a time is converted to float32.
+
+    A folder in another codebase's format is read back as an import reads it.
+    """
+    settings = read_config(folder)
+    if settings["model_type"] != "metalion":
+        foreign, tensors = translate(settings), Tensors(folder)
+        with torch.device("meta"):
+            shapes = {name: tuple(p.shape) for name, p in LanguageModel(foreign.model).named_parameters()}
+        weights = {name: make(foreign, name, tensors, shape) for name, shape in shapes.items()}
+        return trainer_logits(weights, foreign.model, tokens, torch.float32)
     model = load_export(folder, causal=not config.bidirectional_mixers(), trust_remote_code=trust_remote_code)
     for layer in (model.embedding, *model.blocks, model.head):
         _float32_while_running(layer)
@@ -97,7 +110,7 @@ def load_export(folder: Path, *, causal: bool, trust_remote_code: bool = False, 
 
 @torch.no_grad()
 def trainer_logits(
-    weights: Weights, config: ModelConfig, tokens: Tensor, dtype: torch.dtype, *, progress: bool = False
+    weights: Mapping[str, Tensor], config: ModelConfig, tokens: Tensor, dtype: torch.dtype, *, progress: bool = False
 ) -> Tensor:
     """Return float32 logits of the trainer's layers with weights rounded to `dtype`, one layer in memory at a time."""
     from tqdm import tqdm

@@ -109,7 +109,7 @@ def test_transformers_models(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert difference(capsys.readouterr().out) <= 2e-5
 
 
-@pytest.mark.parametrize("name", ["gla", "retnet", "hgrn2"])
+@pytest.mark.parametrize("name", ["gla", "retnet", "hgrn2", "delta_net", "gated_deltanet", "kda"])
 def test_flash_linear_attention(name: str, tmp_path: Path) -> None:
     """Against logits that flash-linear-attention's own kernels gave (golden/make_fla.py)."""
     folder = Path(__file__).parent / "golden" / name
@@ -299,6 +299,15 @@ METALA_SHAPE = {
         ("retnet", {**FLA_SHAPE, "expand_v": 1.5}, "expand_v = 1.5: only whole numbers"),
         ("hgrn2", {**FLA_SHAPE, "use_lower_bound": False}, "use_lower_bound = False has no counterpart"),
         ("gla", {**FLA_SHAPE, "num_kv_heads": 2}, "num_kv_heads = 2 has no counterpart"),
+        ("kda", {**FLA_SHAPE, "lower_bound": -5}, "lower_bound = -5 has no counterpart here; allowed are None"),
+        (
+            "kda",
+            {**FLA_SHAPE, "kda_version": 2},
+            "kda_version = 2 is no setting of a kda of flash-linear-attention 0.6",
+        ),
+        ("gated_deltanet", {**FLA_SHAPE, "num_v_heads": 6}, "num_value_heads = 6 is not a multiple of"),
+        ("gated_deltanet", {**FLA_SHAPE, "use_gate": False}, "use_gate = False has no counterpart"),
+        ("delta_net", {**FLA_SHAPE, "qk_norm": "sum"}, "qk_norm = 'sum' has no counterpart"),
         (
             "metala",
             {**METALA_SHAPE, "glu_act": "swish"},

@@ -24,18 +24,18 @@ def gla(config: Mapping[str, Any]) -> Foreign:
     """Yang et al. 2023 (arXiv 2312.06635). Their gate has no bias; the gain of the norm of a head goes into W_O."""
     only(config, _PLAIN | _GATED | {"expand_k": (0.5,), "expand_v": (1.0, 1), "clamp_min": (None,)})
     only(config, {"num_kv_heads": (None, config["num_heads"]), "use_gk": (True,), "use_gv": (False,)})
-    model = _model(config, "gla", {"norm": "rmsnorm", "norm_eps": _eps(config)}, ratio=4)
-    sources = _around(config, model)
+    model = model_of(config, "gla", {"norm": "rmsnorm", "norm_eps": norm_eps(config)}, ratio=4)
+    sources = around(config, model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
-        sources |= _maps(
+        sources |= linears(
             ours, theirs, {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "gate_proj": "g_proj"}
         )
-        sources |= _maps(ours, theirs, {"decay_down": "gk_proj.0", "decay_up": "gk_proj.1"})
+        sources |= linears(ours, theirs, {"decay_down": "gk_proj.0", "decay_up": "gk_proj.1"})
         sources[f"{ours}.decay_up.bias"] = Source((f"{theirs}.gk_proj.1.bias",))
         sources[f"{ours}.gate_proj.bias"] = None
         sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate")
-    return Foreign(model, sources, _tied(model))
+    return Foreign(model, sources, tied(model))
 
 
 def retnet(config: Mapping[str, Any]) -> Foreign:
@@ -44,16 +44,16 @@ def retnet(config: Mapping[str, Any]) -> Foreign:
     expand = config.get("expand_v", 2.0)
     if expand != int(expand):
         raise ValueError(f"expand_v = {expand}: only whole numbers have a counterpart here")
-    options = {"norm": "rmsnorm", "norm_eps": _eps(config), "expand_v": int(expand)}
-    model = _model(config, "retnet", options, ratio=2)
-    sources = _around(config, model)
+    options = {"norm": "rmsnorm", "norm_eps": norm_eps(config), "expand_v": int(expand)}
+    model = model_of(config, "retnet", options, ratio=2)
+    sources = around(config, model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
-        sources |= _maps(
+        sources |= linears(
             ours, theirs, {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "gate_proj": "g_proj"}
         )
         sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate")
-    return Foreign(model, sources, _tied(model))
+    return Foreign(model, sources, tied(model))
 
 
 def hgrn2(config: Mapping[str, Any]) -> Foreign:
@@ -68,22 +68,23 @@ def hgrn2(config: Mapping[str, Any]) -> Foreign:
     if not bounded and config["num_hidden_layers"] > 1:
         raise ValueError("use_lower_bound = False has no counterpart here: layers after the first have a lower bound")
     options = {"norm_over": "all", "norm_eps": 1e-5 * head_dim, "lower_bound_range": "free"}
-    model = _model({**config, "num_heads": heads}, "hgrn2", options, ratio=4)
-    sources = _around(config, model)
+    model = model_of({**config, "num_heads": heads}, "hgrn2", options, ratio=4)
+    sources = around(config, model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
-        sources |= _maps(ours, theirs, {"q_proj": "q_proj", "f_proj": "f_proj", "v_proj": "i_proj"})
+        sources |= linears(ours, theirs, {"q_proj": "q_proj", "f_proj": "f_proj", "v_proj": "i_proj"})
         sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm")
         if i:
             sources[f"{ours}.lower_bound"] = Source(("model.lower_bounds",), partial(_lower_bound, layer=i))
     # The first layer has none; a model of one layer still stores the matrix.
-    return Foreign(model, sources, (r"^model\.lower_bounds$", *_tied(model)))
+    return Foreign(model, sources, (r"^model\.lower_bounds$", *tied(model)))
 
 
 _GATED: dict[str, tuple[Any, ...]] = {"use_output_gate": (True,), "feature_map": (None,), "fuse_norm": (True, False)}
 
 
-def _model(config: Mapping[str, Any], mixer: str, options: dict[str, Any], *, ratio: int) -> ModelConfig:
+def model_of(config: Mapping[str, Any], mixer: str, options: dict[str, Any], *, ratio: int) -> ModelConfig:
+    """Return the model with this mixer in every layer. ratio: the MLP's width over hidden_size, times 3/2, by default."""
     size = config["hidden_size"]
     width = config.get("intermediate_size")
     if width is None:
@@ -98,13 +99,13 @@ def _model(config: Mapping[str, Any], mixer: str, options: dict[str, Any], *, ra
         mlp="swiglu",
         intermediate_size=width,
         norm="rmsnorm",
-        norm_eps=_eps(config),
+        norm_eps=norm_eps(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
 
 
-def _around(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Source | None]:
-    """Embedding, norms, MLP and head."""
+def around(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Source | None]:
+    """Return the sources of embedding, norms, MLP and head."""
     sources: dict[str, Source | None] = {
         "embedding.weight": Source(("model.embeddings.weight",)),
         "head.norm.weight": Source(("model.norm.weight",)),
@@ -113,13 +114,14 @@ def _around(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Source |
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         sources[f"{ours}.norm1.weight"] = Source((f"{theirs}.attn_norm.weight",))
         sources[f"{ours}.norm2.weight"] = Source((f"{theirs}.mlp_norm.weight",))
-        sources |= _maps(f"{ours}.mlp", f"{theirs}.mlp", {n: n for n in ("gate_proj", "up_proj", "down_proj")})
+        sources |= linears(f"{ours}.mlp", f"{theirs}.mlp", {n: n for n in ("gate_proj", "up_proj", "down_proj")})
     if not model.tie_embeddings:
         sources["head.weight"] = Source(("lm_head.weight",))
     return sources
 
 
-def _maps(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, Source | None]:
+def linears(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, Source | None]:
+    """Return the sources of the weights of linear layers, by the names here and there."""
     return {f"{ours}.{a}.weight": Source((f"{theirs}.{b}.weight",)) for a, b in names.items()}
 
 
@@ -144,9 +146,11 @@ def _lower_bound(matrix: Tensor, layer: int) -> Tensor:
     return (torch.log(bound) - torch.log(rest)).clamp(-80, 80).float()
 
 
-def _eps(config: Mapping[str, Any]) -> float:
+def norm_eps(config: Mapping[str, Any]) -> float:
+    """Return what their norms add to the mean square."""
     return float(config.get("norm_eps", 1e-6))
 
 
-def _tied(model: ModelConfig) -> tuple[str, ...]:
+def tied(model: ModelConfig) -> tuple[str, ...]:
+    """Return the pattern of the second name of a tied matrix."""
     return (r"^lm_head\.weight$",) if model.tie_embeddings else ()

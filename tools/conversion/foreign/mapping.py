@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,16 @@ from models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor made from tensors of other names; by default it is the only one."""
+    """A tensor made from tensors of other names; by default it is the only one.
+
+    Attributes:
+        make: from their tensors to the one here.
+        back: from the one here to theirs, where one tensor makes one.
+    """
 
     names: tuple[str, ...]
     make: Callable[..., Tensor] = lambda tensor: tensor
+    back: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,26 @@ class Foreign:
     model: ModelConfig
     sources: dict[str, Source | None]
     unused: tuple[str, ...] = field(default=())
+
+
+class Renamed(Mapping[str, Tensor]):
+    """Map their names to tensors made from those here, for a model whose tensors correspond one to one."""
+
+    def __init__(self, foreign: Foreign, tensors: Mapping[str, Tensor]) -> None:
+        self._sources = {
+            entry.names[0]: (name, entry.back) for name, entry in foreign.sources.items() if entry is not None
+        }
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        ours, back = self._sources[name]
+        return back(self._tensors[ours])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
 
 
 def only(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:

@@ -6,21 +6,32 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tools.conversion.foreign.fla import gla, hgrn2, retnet
+from tools.conversion.foreign.fla_delta import delta_rule
 from tools.conversion.foreign.mapping import Foreign
 from tools.conversion.foreign.metala import metala
 from tools.conversion.foreign.transformers import gpt_neox, llama, metalion
 
+Format = Callable[[Mapping[str, Any]], Foreign]
+
+# Formats of flash-linear-attention, whose own models run on a GPU only.
+OF_FLA: dict[str, Format] = {
+    "gla": gla,
+    "retnet": retnet,
+    "hgrn2": hgrn2,
+    "delta_net": delta_rule,
+    "gated_deltanet": delta_rule,
+    "kda": delta_rule,
+}
+
 
 def translate(config: Mapping[str, Any]) -> Foreign:
     """By the `model_type` of a config.json. ValueError for a type, or a setting, that has no counterpart here."""
-    formats: dict[str, Callable[[Mapping[str, Any]], Foreign]] = {
+    formats: dict[str, Format] = {
         "metalion": metalion,
         "metala": metala,
         "gpt_neox": gpt_neox,
         "llama": llama,
-        "gla": gla,
-        "retnet": retnet,
-        "hgrn2": hgrn2,
+        **OF_FLA,
     }
     kind = str(config["model_type"])
     if kind not in formats:

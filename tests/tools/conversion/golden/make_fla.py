@@ -1,7 +1,8 @@
-"""Writes golden/{gla,retnet,hgrn2}: tiny models of flash-linear-attention with their own logits.
+"""Writes golden/NAME: tiny models of flash-linear-attention with their own logits.
 
-    python tests/tools/conversion/golden/make_fla.py       where torch, triton and flash-linear-attention 0.6.0 are installed
+    python tests/tools/conversion/golden/make_fla.py [NAME ...]
 
+torch, triton, flash-linear-attention 0.6.0 and a numpy that Triton's interpreter supports (3.6: below 2.3) must be installed.
 Its kernels run on a GPU only; here they run through Triton's interpreter, in float32, and its autotuner takes the first
 configuration instead of measuring all.
 """
@@ -9,16 +10,23 @@ configuration instead of measuring all.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from fla.models import (
+    DeltaNetConfig,
+    DeltaNetForCausalLM,
+    GatedDeltaNetConfig,
+    GatedDeltaNetForCausalLM,
     GLAConfig,
     GLAForCausalLM,
     HGRN2Config,
     HGRN2ForCausalLM,
+    KDAConfig,
+    KDAForCausalLM,
     RetNetConfig,
     RetNetForCausalLM,
 )
@@ -38,6 +46,12 @@ MODELS = {
     "gla": (GLAForCausalLM, GLAConfig(**SHAPE, num_heads=2)),
     "retnet": (RetNetForCausalLM, RetNetConfig(**SHAPE, num_heads=2)),
     "hgrn2": (HGRN2ForCausalLM, HGRN2Config(**SHAPE, expand_ratio=16)),
+    "delta_net": (DeltaNetForCausalLM, DeltaNetConfig(**SHAPE, num_heads=2, allow_neg_eigval=True)),
+    "gated_deltanet": (
+        GatedDeltaNetForCausalLM,
+        GatedDeltaNetConfig(**SHAPE, num_heads=1, num_v_heads=2, head_dim=16, expand_v=1.0),
+    ),
+    "kda": (KDAForCausalLM, KDAConfig(**SHAPE, num_heads=2, head_dim=16, tie_word_embeddings=True)),
 }
 
 
@@ -45,7 +59,8 @@ MODELS = {
 def main() -> None:
     Autotuner.prune_configs = lambda self, kwargs, **more: self.configs[:1]
     Autotuner._bench = lambda self, *args, **kwargs: [1.0, 1.0, 1.0]
-    for name, (build, config) in MODELS.items():
+    for name in sys.argv[1:] or MODELS:
+        build, config = MODELS[name]
         torch.manual_seed(0)
         model = build(config).eval()
         for parameter in model.parameters():

@@ -1,0 +1,58 @@
+"""Exports in flash-linear-attention's format: they come back bit for bit, and what the format cannot hold is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_lite.checkpoint.reader import read_weights
+from tests.tools.conversion.conftest import write_run
+from tests.tools.conversion.test_import import error_of
+from tools.convert_hf import main
+
+SIZES = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "model.tie_embeddings=false"]
+
+
+@pytest.mark.parametrize("mixer", ["delta_net", "gated_delta_net", "kda"])
+def test_exports_come_back_bit_for_bit(mixer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [f"model.mixer_options.{mixer}.conv_kernel=3"]
+    if mixer != "delta_net":
+        options += [f"model.mixer_options.{mixer}.{key}" for key in ("num_value_heads=8", "head_dim=8", "expand_v=1.5")]
+    write_run(tmp_path / "run", SIZES + options, [f"configs/model/{mixer}_tiny.yml"])
+    folder = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "run"), str(folder), "--format", "fla"]) == 0
+    assert "largest difference to the trainer's 0.00e+00" in capsys.readouterr().out
+    assert not list(folder.glob("*.py"))
+    assert load_file(folder / "model.safetensors")["model.layers.0.attn.q_conv1d.weight"].shape[1:] == (1, 3)
+    settings = json.loads((folder / "config.json").read_text())
+    kind = "gated_deltanet" if mixer == "gated_delta_net" else mixer
+    assert (settings["model_type"], settings["conv_size"]) == (kind, 3)
+    assert main(["import", str(folder), str(tmp_path / "again")]) == 0
+    before, after = read_weights(tmp_path / "run"), read_weights(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "says"),
+    [
+        (
+            "metala_tiny",
+            [],
+            r"model.mixers = ['metala'] has no counterpart in flash-linear-attention's format; allowed is",
+        ),
+        ("kda_tiny", ["model.norm=layernorm"], "cannot hold model.norm = layernorm (allowed is rmsnorm)"),
+        ("kda_tiny", ["model.norm_eps=1e-3"], "model.mixer_options.kda.norm_eps = 1e-05 (allowed is 0.001)"),
+    ],
+)
+def test_models_that_the_format_cannot_hold_are_refused(
+    config: str, overrides: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run", [*SIZES, *overrides], [f"configs/model/{config}.yml"])
+    message = error_of(["export", str(tmp_path / "run"), str(tmp_path / "exported"), "--format", "fla"], capsys)
+    assert says in message
+    assert not (tmp_path / "exported").exists()
