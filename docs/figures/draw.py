@@ -1,0 +1,180 @@
+"""Draw the figures of docs/results from the tables of its pages.
+
+python -m docs.figures.draw [FOLDER]     # default: docs/figures
+
+The figures of synthetic tasks come from docs/results/*.jsonl: see docs/guide/synthetic.md. The first run's comes from tools.plot.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.benchmark.report import plot_bars, plot_lines
+from tools.reporting.style import COLORS, grouped_bars, label_lines, log_axes, saved_figure, series_style
+
+RESULTS = Path(__file__).parents[1] / "results"
+H200 = "one H200"
+Row = dict[str, str]
+
+
+def table(page: str, *columns: str) -> list[Row]:
+    """Return the rows of the first table of a page that has these columns.
+
+    Raises:
+        ValueError: no such table.
+    """
+    header: list[str] = []
+    rows: list[Row] = []
+    for line in [*(RESULTS / page).read_text(encoding="utf-8").splitlines(), ""]:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
+            if rows:
+                return rows
+            header = []
+        elif not header:
+            header = cells
+        elif set(columns) <= set(header) and not line.startswith("|---"):
+            rows.append(dict(zip(header, cells, strict=True)))
+    raise ValueError(f"{page} has no table with the columns {columns}")
+
+
+def number(cell: str) -> float | None:
+    """Return the first number of a cell, None for a cell without one."""
+    text = cell.replace(",", "").split(" ")[0]
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def lengths(row: Row, suffix: str = "") -> dict[int, float]:
+    """Return {length: number} of the columns whose names are lengths."""
+    values = {column.removesuffix(suffix).replace(",", ""): number(cell) for column, cell in row.items() if column.endswith(suffix)}
+    return {int(length): value for length, value in values.items() if length.isdigit() and value is not None}
+
+
+def train(out: Path) -> None:
+    rows = table("training.md", "8 x 2048, tokens/s", "1 x 16384, tokens/s")
+    names = {"`metalion`": "MetaLA (metalion)"}
+    shapes = ("8 x 2048", "1 x 16384")
+    with saved_figure(out, height=3.2) as (figure, axes):
+        bars = [
+            (names.get(row["model"], row["model"]), {shape: (number(row[f"{shape}, tokens/s"]), None) for shape in shapes})
+            for row in rows
+        ]
+        grouped_bars(axes, shapes, bars)
+        for container in axes.containers:
+            axes.bar_label(container, fmt="{:,.0f}", fontsize=8, padding=2)
+        axes.set(xlabel="sequences x tokens", ylabel="tokens per second")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        figure.suptitle(f"Training of models with 1.4 billion parameters, {H200}")
+
+
+def layouts(out: Path) -> None:
+    rows = [
+        {"method": row["layout"], "tokens": number(row["tokens/s"]), "memory": number(row["GiB per GPU"])}
+        for row in table("layouts.md", "layout", "tokens/s")
+    ]
+    plot_bars(out, rows, {"tokens": "tokens per second", "memory": "GiB per GPU"}, "MetaLA 1.4B by layout, up to four H200")
+
+
+def kernels(out: Path) -> None:
+    names = {"SDPA": "softmax attention (SDPA)", "LION-s": "LION-s, kernels", "PyTorch": "LION-s, PyTorch"}
+    rows = [
+        {
+            "method": name,
+            "length": int(row["length x batch"].split()[0]),
+            "ms": number(row[f"{key} graph"]),
+            "GiB": number(row[f"{key} GiB"]),
+        }
+        for key, name in names.items()
+        for row in table("kernels.md", "SDPA graph")
+    ]
+    panels = {"ms": "milliseconds, forward and backward", "GiB": "GiB"}
+    plot_lines(out, rows, panels, f"Bidirectional attention, 16 heads of 64 channels, {H200}")
+
+
+def masked_step(out: Path) -> None:
+    """Draw step times of masked models over that of softmax attention; one row per shape, with CUDA graphs where measured."""
+    shapes: dict[str, Row] = {}
+    for row in table("masked_lm.md", "length x batch", "CUDA graphs"):
+        shapes.setdefault(row["length x batch"], row)
+    with saved_figure(out, height=3.2) as (figure, axes):
+        for index, model in enumerate(("LION-s", "LION-d", "LION-lit")):
+            ratios = [number(row[model]) for row in shapes.values()]
+            places = [place + 0.16 * (index - 1) for place in range(len(shapes))]
+            axes.plot(places, ratios, label=model, **{**series_style(index), "ls": ""})
+        axes.axhline(1, color="#555555", lw=1)
+        axes.set_xticks(range(len(shapes)), list(shapes))
+        axes.set(xlabel="length x batch", ylabel="step time / softmax attention's", ylim=(0, 1.15))
+        axes.legend(loc="lower left")
+        figure.suptitle(f"Training step in the shape of BERT-large, {H200}")
+
+
+def masked_forms(out: Path) -> None:
+    rows = [
+        {"method": row["form"], "length": length, "ms": time, "MiB": lengths(row, ", MiB")[length]}
+        for row in table("masked_lm.md", "form", "128, ms")
+        for length, time in lengths(row, ", ms").items()
+    ]
+    panels = {"ms": "milliseconds, forward", "MiB": "MiB"}
+    plot_lines(out, rows, panels, f"Forms of LION-s in the shape of BERT-base, float32, {H200}")
+
+
+def over_length(out: Path, page: str, columns: tuple[str, ...], trained: int, label: str, title: str) -> None:
+    """Draw a value per model over the length of the context. A model with gaps has markers only."""
+    rows = table(page, "model", *columns)
+    with saved_figure(out, height=3.2) as (figure, axes):
+        for index, row in enumerate(rows):
+            values = lengths(row)
+            gaps = len(values) == 2
+            axes.plot(values.keys(), values.values(), label=row["model"], **series_style(index) | ({"ls": ""} if gaps else {}))
+        log_axes(axes, "x", lengths({column: "1" for column in rows[0]}))
+        axes.axvline(trained, color="#555555", lw=1, ls=":")
+        axes.set(xlabel="context length, tokens (dotted: trained length)", ylabel=label)
+        label_lines(axes)
+        figure.suptitle(title)
+
+
+def language_models(out: Path) -> None:
+    rows = table("language_models.md", "model", "27.3 M")
+    sizes = ("3.4 M", "10.6 M", "27.3 M")
+    with saved_figure(out, 1, 3, height=3.4, sharey=True) as (figure, axes):
+        for axis, size in zip(axes, sizes, strict=True):
+            for place, row in enumerate(reversed(rows)):
+                mean, deviation = (float(part) for part in row[size].split(" ± "))
+                color = COLORS["MetaLA" not in row["model"]]
+                axis.errorbar(mean, place, xerr=deviation, fmt="o", color=color, capsize=2)
+            axis.set(title=f"{size} parameters", xlabel="validation loss, nats per token")
+        axes[0].set_yticks(range(len(rows)), [row["model"] for row in reversed(rows)])
+        figure.suptitle("Models of equal size, mean and standard deviation over three seeds (blue: MetaLA and its variants)")
+
+
+FIGURES: dict[str, Callable[[Path], None]] = {
+    "train_h200.png": train,
+    "layouts_h200.png": layouts,
+    "kernels_h200.png": kernels,
+    "masked_h200.png": masked_step,
+    "masked_forms_h200.png": masked_forms,
+    "masked_length.png": lambda out: over_length(
+        out, "masked_lm.md", ("128", "8192"), 128, "masked-token accuracy, %", "Masked models in the shape of BERT-base"
+    ),
+    "length_h200.png": lambda out: over_length(
+        out, "language_models.md", ("512", "16,384"), 512, "loss, nats per token", "Models of 27.3 M parameters"
+    ),
+    "compare_lm.png": language_models,
+}
+
+
+def main(folder: Path) -> None:
+    """Write every figure to a folder."""
+    for name, draw in FIGURES.items():
+        draw(folder / name)
+        print(folder / name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
