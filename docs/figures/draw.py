@@ -51,7 +51,11 @@ def number(cell: str) -> float | None:
 
 def lengths(row: Row, suffix: str = "") -> dict[int, float]:
     """Return {length: number} of the columns whose names are lengths."""
-    values = {column.removesuffix(suffix).replace(",", ""): number(cell) for column, cell in row.items() if column.endswith(suffix)}
+    values = {
+        column.removesuffix(suffix).replace(",", ""): number(cell)
+        for column, cell in row.items()
+        if column.endswith(suffix)
+    }
     return {int(length): value for length, value in values.items() if length.isdigit() and value is not None}
 
 
@@ -61,7 +65,10 @@ def train(out: Path) -> None:
     shapes = ("8 x 2048", "1 x 16384")
     with saved_figure(out, height=3.2) as (figure, axes):
         bars = [
-            (names.get(row["model"], row["model"]), {shape: (number(row[f"{shape}, tokens/s"]), None) for shape in shapes})
+            (
+                names.get(row["model"], row["model"]),
+                {shape: (number(row[f"{shape}, tokens/s"]), None) for shape in shapes},
+            )
             for row in rows
         ]
         grouped_bars(axes, shapes, bars)
@@ -78,7 +85,9 @@ def layouts(out: Path) -> None:
         {"method": row["layout"], "tokens": number(row["tokens/s"]), "memory": number(row["GiB per GPU"])}
         for row in table("layouts.md", "layout", "tokens/s")
     ]
-    plot_bars(out, rows, {"tokens": "tokens per second", "memory": "GiB per GPU"}, "MetaLA 1.4B by layout, up to four H200")
+    plot_bars(
+        out, rows, {"tokens": "tokens per second", "memory": "GiB per GPU"}, "MetaLA 1.4B by layout, up to four H200"
+    )
 
 
 def kernels(out: Path) -> None:
@@ -131,8 +140,10 @@ def over_length(out: Path, page: str, columns: tuple[str, ...], trained: int, la
         for index, row in enumerate(rows):
             values = lengths(row)
             gaps = len(values) == 2
-            axes.plot(values.keys(), values.values(), label=row["model"], **series_style(index) | ({"ls": ""} if gaps else {}))
-        log_axes(axes, "x", lengths({column: "1" for column in rows[0]}))
+            axes.plot(
+                values.keys(), values.values(), label=row["model"], **series_style(index) | ({"ls": ""} if gaps else {})
+            )
+        log_axes(axes, "x", lengths(dict.fromkeys(rows[0], "1")))
         axes.axvline(trained, color="#555555", lw=1, ls=":")
         axes.set(xlabel="context length, tokens (dotted: trained length)", ylabel=label)
         label_lines(axes)
@@ -150,7 +161,9 @@ def language_models(out: Path) -> None:
                 axis.errorbar(mean, place, xerr=deviation, fmt="o", color=color, capsize=2)
             axis.set(title=f"{size} parameters", xlabel="validation loss, nats per token")
         axes[0].set_yticks(range(len(rows)), [row["model"] for row in reversed(rows)])
-        figure.suptitle("Models of equal size, mean and standard deviation over three seeds (blue: MetaLA and its variants)")
+        figure.suptitle(
+            "Models of equal size, mean and standard deviation over three seeds (blue: MetaLA and its variants)"
+        )
 
 
 FIGURES: dict[str, Callable[[Path], None]] = {

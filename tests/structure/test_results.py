@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+
+from docs.figures import draw
 
 from .test_imports import ROOT
 
@@ -34,3 +37,15 @@ def test_section_with_a_table_has_a_command(page: str) -> None:
         if re.search(r"^\|", section, re.MULTILINE):
             title = section.splitlines()[0]
             assert re.search(rf"(?:^    |`){COMMAND}", section, re.MULTILINE), f"{page}, {title}: no command"
+
+
+def test_figures_are_those_that_pages_show() -> None:
+    pages = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    assert set(re.findall(r"figures/(\w+\.png)", pages)) == {
+        path.name for path in (ROOT / "docs" / "figures").glob("*.png")
+    }
+
+
+def test_figures_are_drawn_from_the_tables_of_the_pages(tmp_path: Path) -> None:
+    draw.main(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(draw.FIGURES)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from data.atomic_io import write_text
-from tools.reporting.style import COLORS, label_lines, log_axes, saved_figure, series_style
+from tools.reporting.style import COLORS, label_lines, log_axes, plain_number, saved_figure, series_style
 from tools.reporting.tables import markdown_table
 
 
@@ -96,6 +96,7 @@ def plot_bars(path: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[st
             colors = [COLORS[row["method"] == "attention"] for row in rows]
             axis.barh([row["method"] for row in rows], [row[column] or 0 for row in rows], color=colors)
             axis.set_xlabel(label)
+            axis.xaxis.set_major_formatter(plain_number)
             axis.grid(axis="y", visible=False)
         figure.suptitle(title)
 
