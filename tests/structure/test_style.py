@@ -33,7 +33,7 @@ LIMITS = {
     "megatron_lite": (33, 22, 5),
     "models": (10, 0, 13),
     "tools": (4, 3, 1),
-    "docs": (0, 0, 0),
+    "docs": (1, 0, 0),  # CHANGELOG.md names a former function
     "tests": (74, 118, 3),
 }
 
@@ -53,8 +53,12 @@ def docstrings(package: str) -> Iterator[tuple[str, str]]:
                     yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", text
 
 
+def pages() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
 def private_words(package: str) -> list[str]:
-    places = (ROOT / package).rglob("*.md" if package == "docs" else "*.py")
+    places = [*pages(), *(ROOT / "configs").rglob("*.yml")] if package == "docs" else (ROOT / package).rglob("*.py")
     return [
         f"{path.relative_to(ROOT)}:{number} {match}"
         for path in sorted(places)
@@ -77,8 +81,7 @@ def docstrings_without_verb(package: str) -> list[str]:
 
 def long_sentences(package: str) -> list[str]:
     if package == "docs":
-        pages = sorted((ROOT / "docs").rglob("*.md"))
-        texts = [(str(path.relative_to(ROOT)), _prose(path.read_text())) for path in pages]
+        texts = [(str(path.relative_to(ROOT)), _prose(path.read_text())) for path in pages()]
     else:
         texts = list(docstrings(package))
     return [
