@@ -5,9 +5,6 @@ All arithmetic is in float32. Every program sums the gradients of weight and bia
 programs in a fixed order, so the result does not depend on timing.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -17,14 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned
+from .launch import Launch, aligned, tl, triton
 from .primitives import sum_parts
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the norm's kernels need Triton: pip install triton") from error
 
 # Programs of the backward pass: four per multiprocessor of an H200, three for long rows, of which no more fit.
 _PROGRAMS, _PROGRAMS_LONG = 528, 396

@@ -5,9 +5,6 @@ costs two copies per pass, and a separate kernel for the activation. Every progr
 tokens. A second kernel sums over programs in a fixed order.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -17,14 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned
+from .launch import Launch, aligned, tl, triton
 from .primitives import sigmoid, sum_parts
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the convolution's kernels need Triton: pip install triton") from error
 
 # Tokens and channels per program, forward and backward, and tokens per tile forward. Backward a program also reads the three
 # tokens after its own; together they are a multiple of the four that it loads at once.

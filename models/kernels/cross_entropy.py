@@ -5,9 +5,6 @@ and read or write them six times. They are two kernels because a vocabulary-para
 in between.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -15,13 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .launch import Launch, aligned
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the kernels of the cross entropy need Triton: pip install triton") from error
+from .launch import Launch, aligned, tl, triton
 
 # The most logits of a row that a program reads at once. A smaller vocabulary has a smaller block.
 _BLOCK = 4096

@@ -5,9 +5,6 @@ addition per id and tile. The order of these additions depends on timing, and so
 tokens and sums each id's tokens sequentially, which is slow if one id is most of the text, as in the synthetic tasks.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -18,13 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the kernel of the embedding's gradient needs Triton: pip install triton") from error
+from .launch import Launch, aligned, tl, triton
 
 # Tokens and channels per tile.
 _TOKENS, _CHANNELS = 64, 64

@@ -16,6 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The kernels' files import both names from here.
+try:
+    import triton  # noqa: F401
+    import triton.language as tl  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "the kernels of models/kernels need Triton: pip install triton; forms of plain PyTorch work without"
+    ) from error
+
 
 class Launch:
     """Call kernel[grid](*pointers, *values, **options) with everything fixed except the pointers.

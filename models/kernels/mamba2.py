@@ -4,9 +4,6 @@
 PyTorch's kernels would write and read about thirty float32 tensors in between. Reference: `models/mixers/mamba2.py`.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -16,14 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned
+from .launch import Launch, aligned, tl, triton
 from .primitives import sum_parts
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("Mamba-2's kernels need Triton: pip install triton") from error
 
 # Elements per tile, and programs of all heads in the backward pass.
 _ELEMENTS, _PROGRAMS = 2048, 1056

@@ -11,9 +11,6 @@ gradient of the augmentation weight over its tokens. A second kernel sums over p
 Reference: `models/operators/metala.py`.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -25,16 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from ..recompute import recomputable
 from .gla.gla import GLACase, backward, case_of, forward
-from .launch import Launch, aligned, over_elements
+from .launch import Launch, aligned, over_elements, tl, triton
 from .primitives import sigmoid, sum_parts
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError(
-        "MetaLA's kernels need Triton (pip install triton); form='reference' of the epilogue does not"
-    ) from error
 
 
 def metala_core(

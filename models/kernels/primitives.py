@@ -1,8 +1,5 @@
 """Functions that several kernels share: the sigmoid, and sums over programs in a fixed order."""
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -10,13 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .launch import Launch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the kernels need Triton: pip install triton") from error
+from .launch import Launch, tl, triton
 
 # Parts and columns per tile.
 _PARTS, _COLUMNS = 128, 8

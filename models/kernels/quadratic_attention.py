@@ -12,9 +12,6 @@ Backward, with P = a / den, dP = dY V^T and delta_i = dy_i . y_i:
 dK and dV are computed transposed, as in `lion/tile.py`.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -26,13 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..precision import NORMALIZER_EPS
-from .launch import Launch, aligned
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the kernels of quadratic attention need Triton: pip install triton") from error
+from .launch import Launch, aligned, tl, triton
 
 LARGEST_KEY, LARGEST_VALUE = 128, 128
 # Queries and keys per tile.

@@ -4,9 +4,6 @@ The gradients of gate and up are adjacent in memory, so that one matmul can take
 (`megatron_lite/parallel/fused_projections.py`).
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -16,14 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned, over_elements
+from .launch import Launch, aligned, over_elements, tl, triton
 from .primitives import sigmoid
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the kernels of SwiGLU need Triton: pip install triton") from error
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -10,11 +10,9 @@ In a chunk that needs the exact form (`tiles.py`), A and dA are 0 here, and Q an
 Triton 3.4 to 3.7.0 miscompiles a matmul with a transposed accumulator on Hopper: A^T and dA^T are separate matmuls.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
+from ..launch import tl, triton
 from .tiles import (
     chunk_of,
     clamped,
@@ -30,12 +28,6 @@ from .tiles import (
     store,
     store_apart,
 )
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
 
 @triton.jit

@@ -5,18 +5,10 @@ With few long sequences, each is divided into splits that are scanned in paralle
 incoming state of each split to its states.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
+from ..launch import tl, triton
 from .tiles import chunk_of, clamped, in_two, load, load_triangle, place, state_at
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
 
 @triton.jit

@@ -6,18 +6,10 @@ whose decay fits the matmul form, r is half of the block's total. Else the sums 
 block at a time.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
+from ..launch import tl, triton
 from .tiles import chunk_of, clamped, load, load_apart, of_gate, place, place_apart, store, store_apart
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
 
 @triton.jit

@@ -17,16 +17,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...recompute import recomputable
-from ..launch import Launch, aligned
+from ..launch import Launch, aligned, triton
 from .chunk_output import chunk_output_backward_kernel, chunk_output_forward_kernel
 from .chunk_state import chunk_states_kernel, merge_splits_kernel
 from .exact_form import exact_backward_kernel, exact_forward_kernel
 from .tiles import find_chunks
-
-try:
-    import triton
-except ImportError as error:
-    raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
 CHUNK = 64
 # To base 2: both factors are then at most exp(40).

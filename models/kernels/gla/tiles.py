@@ -6,16 +6,9 @@ decays by more than MATMUL_LIMIT over the chunk: the factors then stay far insid
 exact form: `exact_form.py` computes the terms between its tokens. The other terms have exp(b_i) and exp(B - b_j), at most 1.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the GLA kernels need Triton: pip install triton") from error
+from ..launch import tl, triton
 
 
 @triton.jit

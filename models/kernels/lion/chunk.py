@@ -12,9 +12,6 @@ right (reference: `models.operators.lion.bidirectional_attention` with form="chu
 The first pass is `chunk_state.py`.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -22,7 +19,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..launch import Launch
+from ..launch import Launch, tl, triton
 from .chunk_state import (
     chunk_size,
     edge_factors,
@@ -51,12 +48,6 @@ from .common import (
     store_decay_gradient,
     store_rows,
 )
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 
 def chunk(case: LionCase) -> int | None:

@@ -5,9 +5,6 @@
 They are stored in bfloat16 for bfloat16 inputs, as the tensor cores read them, and else in float32.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -16,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch import Launch
+from ..launch import Launch, tl, triton
 from .common import (
     NO_DECAY,
     LionCase,
@@ -28,12 +25,6 @@ from .common import (
     row_inner,
     row_scale,
 )
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 
 def chunk_size(dtype: torch.dtype) -> int:

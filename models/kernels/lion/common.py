@@ -1,8 +1,5 @@
 """Functions that LION's tile and chunk kernels share: loads and stores of tiles, log decays, row statistics."""
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,13 +11,7 @@ import torch
 from torch import Tensor
 
 from ...precision import NORMALIZER_EPS
-from ..launch import Launch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
+from ..launch import Launch, tl, triton
 
 # Source of the decay: none; the log decay; log decay = logsigmoid(logits), or logsigmoid(logits + bias of the head); or
 # logsigmoid(bias) for every token.

@@ -5,9 +5,6 @@ The projection to a few heads is limited by memory: each kernel reads x once. Ev
 further kernel sums over programs in a fixed order.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -15,14 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..launch import Launch
+from ..launch import Launch, tl, triton
 from .common import LionCase, block, log_decay, per_token
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 # Channels per tile; programs that share the tokens of the backward pass.
 _CHANNELS, _PROGRAMS = 128, 32

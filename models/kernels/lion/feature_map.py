@@ -5,9 +5,6 @@ Reference: `models.operators.lion.feature_map`. PyTorch's kernels would read or 
 part of LION's kernels, which are limited by arithmetic: there it was slower.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -17,13 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..launch import Launch, aligned
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("LION's kernels need Triton (pip install triton)") from error
+from ..launch import Launch, aligned, tl, triton
 
 # Codes of the names of `models.operators.lion.feature_map`; 0 means none.
 PHI = {"silu": 1, "silu_paper": 2}

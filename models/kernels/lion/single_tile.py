@@ -3,9 +3,6 @@
 It also computes the log decay and its running sum. Notation, equations and reference: `tile.py`.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -13,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..launch import Launch
+from ..launch import Launch, tl, triton
 from .common import (
     LionCase,
     base,
@@ -27,12 +24,6 @@ from .common import (
     store_decay_gradient,
     store_rows,
 )
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 LONGEST = 128
 # Bytes of shared memory for the tiles of this sequence and the next, forward and backward.

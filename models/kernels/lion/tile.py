@@ -11,9 +11,6 @@ Tiles of pairs are [queries, keys]: sums over keys then stay within a warp. dK a
 miscompiles a matmul with a transposed accumulator on Hopper, which dK = dS^T Q would need.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -21,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..launch import Launch
+from ..launch import Launch, tl, triton
 from .common import (
     NO_DECAY,
     Kernel,
@@ -44,12 +41,6 @@ from .common import (
     store_rows,
 )
 from .single_tile import keys_scratch, single_tile_backward, single_tile_forward, supports_single_tile
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 # Up to this many tokens every program of the forward pass computes the running sums of its sequence.
 _WHOLE = 128
