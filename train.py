@@ -23,8 +23,8 @@ examples:
   python train.py configs/metala_1.4b.yml --dry-run      parameters, memory, FLOPs and a fake batch; nothing is saved
   torchrun --nproc-per-node 4 train.py configs/metala_360m.yml configs/cluster/4gpu.yml
 
-A run that was stopped goes on when the same command is given again. SIGTERM, SIGUSR1 or Ctrl-C finish the step, save and
-exit 0. Every key, its default and its meaning: configs/README.md
+The same command resumes a stopped run. SIGTERM, SIGUSR1 or Ctrl-C finish the step, save and exit 0.
+Every key, its default and its meaning: configs/README.md
 """
 
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--print-config", action="store_true", help="print every value and where it comes from; stop")
     parser.add_argument("--dry-run", action="store_true", help="build, run a fake batch, report memory; save nothing")
-    # The deepspeed launcher adds it to every command; the same number stands in the environment.
+    # The deepspeed launcher adds it to every command. LOCAL_RANK of the environment has the same value.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
     files: list[str | Path] = [word for word in options.config if "=" not in word]
@@ -46,12 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after what takes it, the end of the interpreter too
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # outside of `StopSignal`, and while the interpreter ends
     try:
         sys.exit(main())
     except SystemExit as end:
-        # A launcher that starts a crash again sees the status of whichever process died last; this file tells it that
-        # one of them refused to run at all.
+        # A launcher that restarts crashes sees only the status of the last process. This file marks that one process refused.
         if end.code == 2 and (mark := os.environ.get("METALION_REFUSED")):
             Path(mark).touch()
         raise

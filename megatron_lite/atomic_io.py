@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk whole, with their names."""
+"""Atomic writes: files and folders that are complete on the disk, with their names."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file and flush it to the disk. It takes its name when it is whole."""
-    aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "w", encoding="utf-8") as file:
+    """Write a text file under a temporary name, flush it to the disk and rename it."""
+    temporary = path.with_name(f".{path.name}.writing")
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
+    os.replace(temporary, path)
     sync(path.parent)
 
 
@@ -35,6 +35,6 @@ def sync(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        # Some network disks cannot flush a folder, and some folders above cannot be opened.
+        # Some network disks cannot flush a folder, and some parent folders cannot be opened.
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)):
             raise

@@ -1,4 +1,4 @@
-"""The loop: batch, step, log, maybe validate, maybe save, maybe stop."""
+"""The training loop: batch, step, log; validation, checkpoint and stop when they are due."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.checkpoint.writer import refuse_not_finite
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Batch, Engine
 from megatron_lite.fault_tolerance.finite_check import fault_of_loss, state_not_finite
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
 from megatron_lite.fault_tolerance.heartbeat import Heartbeat, set_collective_timeout
 from megatron_lite.fault_tolerance.replica_check import ReplicaCheck, ReplicasDifferError
-from megatron_lite.fault_tolerance.straggler_detection import SpreadMeter
+from megatron_lite.fault_tolerance.straggler_detection import StragglerDetector
 from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.metrics.per_source_loss import PerSourceLoss
 from megatron_lite.metrics.step_metrics import StepMetrics
@@ -31,11 +32,11 @@ from megatron_lite.validation import ValidationSet, due_measurements, evaluate
 
 ModelT = TypeVar("ModelT")
 
-_LONG = 3.0  # times `run.watchdog_minutes`: the first step, which compiles, and the suites
+_LONG = 3.0  # times `run.watchdog_minutes`, for the first step, which compiles, and for suites
 
 
 class Steps(Protocol):
-    """The micro batches of this process, step by step; closed when the loop ends."""
+    """Iterates over the micro-batches of this process per step; closed when the loop ends."""
 
     def __next__(self) -> Sequence[Batch]: ...
 
@@ -47,17 +48,17 @@ class TrainState:
     """Everything that a resumed run needs besides weights and optimizer state.
 
     Attributes:
-        step: steps done, skipped ones included.
-        consumed_samples: position in the order of samples; the data order is a function of it.
-        consumed_tokens: tokens that carried a loss or not, padding included.
-        skipped_steps: steps without an update; the learning rate follows step - skipped_steps.
-        skipped_in_a_row: those of them since the last update.
-        seconds: training time so far, over all starts.
+        step: completed steps, skipped ones included.
+        consumed_samples: position in the sample order, which decides the next samples.
+        consumed_tokens: tokens of these samples, padding included.
+        skipped_steps: steps without an update; the learning rate depends on step - skipped_steps.
+        skipped_in_a_row: skipped steps since the last update.
+        seconds: training time over all starts.
         loss_mean: running mean of the spike guard.
-        losses_seen: losses that it is of.
-        source_sums: of the steps since the last line of the log, see `PerSourceLoss`.
-        tokenizer: hash of the tokenizer whose ids the weights know; None in checkpoints of earlier versions.
-        evaluation_due: saved before what is measured after this step was complete; the next start begins with it.
+        losses_seen: number of losses in this mean.
+        source_sums: of the steps since the last log line, see `PerSourceLoss`.
+        tokenizer: hash of the tokenizer; None in checkpoints of earlier versions.
+        evaluation_due: the save came before the evaluation after this step; the next start begins with the evaluation.
     """
 
     step: int = 0
@@ -74,19 +75,19 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """From what a checkpoint stored."""
-        # Older ones have no `losses_seen`: every step that was not skipped showed the guard one.
+        """Return the state in a checkpoint."""
+        # Old checkpoints have no `losses_seen`: one loss per step that was not skipped.
         values = {"losses_seen": values.get("step", 0) - values.get("skipped_steps", 0), **values}
         return cls(**{known.name: values[known.name] for known in fields(cls) if known.name in values})
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """How the loop ended.
+    """Result of the loop.
 
     Attributes:
-        finished: all steps are done; otherwise a signal stopped the run after a save.
-        validation: metrics of the whole validation set, empty where there is none.
+        finished: all steps are complete; otherwise a signal stopped the run after a save.
+        validation: metrics of the whole validation set; empty without one.
         checkpoint: the latest one of the run, on the main process.
     """
 
@@ -100,15 +101,15 @@ class Trainer(Generic[ModelT]):
     """Trains an engine.
 
     Args:
-        checkpointer: of the engine and the run's checkpoints folder.
+        checkpointer: for the engine and the run's checkpoints folder.
         batches: consumed samples -> the steps from there on.
         validation: None for a run without validation data. test: a second set, for the end of the run.
-        flops_per_token: training FLOPs, forward and backward; peak_flops: of one device; for MFU. None: not logged.
+        flops_per_token: training FLOPs, forward and backward. peak_flops: of one device. None: no MFU.
         config_yaml: stored in every checkpoint.
-        sources: names of the sources of the text, numbered by `source` of the batches, for a loss of each.
-        sample: text that the model writes, asked for after each validation on every process (its layers are shared).
-        suites: scores of `evaluation.suites`, asked for on every process; empty on those that only help.
-        early: signals since before the trainer was there, which stop it after its first step.
+        sources: names of the sources of the text, indexed by `source` of the batches, for per-source losses.
+        sample: returns text of the model. Every process calls it after each validation.
+        suites: returns scores of `evaluation.suites`. Every process calls it; processes without results return nothing.
+        early: signals received before the trainer existed; they stop it after its first step.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Trainer(Generic[ModelT]):
         self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean, state.losses_seen)
         tokens = config.batch.tokens_per_step // config.batch.data_ranks // config.parallel.context
         self._replicas = ReplicaCheck(engine.optimizer_state, engine.grid, config.run.replica_check_interval, tokens)
-        self._spread = SpreadMeter(engine.layers, engine.grid, config.logging.spread_interval)
+        self._stragglers = StragglerDetector(engine.layers, engine.grid, config.logging.spread_interval)
 
     def fit(self) -> FitResult:
         """Train to the last step or to a signal.
@@ -150,8 +151,8 @@ class Trainer(Generic[ModelT]):
         Raises:
             TooManySkippedSteps: see `SkipCounter`.
             CheckpointError: a save failed; the previous checkpoint is intact.
-            ReplicasDifferError: ranks that hold copies of a tensor hold different ones.
-            NotFiniteError: weights, moments or a loss of held-out text are not finite.
+            ReplicasDifferError: copies of a tensor differ between ranks.
+            NotFiniteError: weights, moments or a validation loss are not finite.
         """
         config, state, grid = self.config, self.state, self.engine.grid
         who = f"rank {grid.rank} of {grid.world_size} ({socket.gethostname()}, process {os.getpid()})"
@@ -176,7 +177,7 @@ class Trainer(Generic[ModelT]):
                 self._note_saved(self._checkpointer.settle(busy))
                 last = state.step == config.schedule.train_steps
                 state.evaluation_due = not last and bool(self._due_measurements())
-                # The checkpoint is complete before the evaluation: a kill in it loses no step.
+                # The checkpoint is complete before the evaluation, so that a kill during it loses no step.
                 if save := stopped or last or self._save_due():
                     self._save(wait=stopped or last or state.evaluation_due)
                 if not stopped and not self._evaluate_due():
@@ -203,7 +204,7 @@ class Trainer(Generic[ModelT]):
             wsd_decay_fraction=config.schedule.wsd_decay_fraction,
         )
         sources = self._sources
-        with self._spread.timing(state.step + 1):
+        with self._stragglers.timing(state.step + 1):
             result = self.engine.train_step(
                 micro_batches, lr=lr, should_skip=self._before_update, num_sources=len(sources.names)
             )
@@ -220,7 +221,7 @@ class Trainer(Generic[ModelT]):
         state.seconds += seconds
         state.skipped_steps += result.skipped
         state.loss_mean, state.losses_seen = self._spikes.mean, self._spikes.seen
-        spread = self._spread.compare(data_seconds) if self._spread.due(state.step) else None
+        spread = self._stragglers.compare(data_seconds) if self._stragglers.is_due(state.step) else None
         if self.metrics is not None and (_due(state.step, config.logging.interval) or result.skipped):
             values = self._step_metrics.values(
                 result,
@@ -245,18 +246,18 @@ class Trainer(Generic[ModelT]):
                 loss=result.loss,
                 gradient_norm=result.gradient_norm,
             )
-        except (ReplicasDifferError, TooManySkippedSteps):  # on every process
+        except (ReplicasDifferError, TooManySkippedSteps):  # raised on every process
             self._note_saved(self._checkpointer.finish())
             raise
         state.skipped_in_a_row = self._skips.in_a_row
 
     def _before_update(self, loss: float) -> bool:
-        """Return whether to skip the update; until now the weights are those that the step was computed from."""
+        """Return whether to skip the update. The weights are still those of this step's forward pass."""
         self._replicas.before_update(self.state.step + 1)
         return self._spikes.should_skip(loss)
 
     def _recompute(self, micro_batches: Sequence[Batch]) -> None:
-        """Log whether the fault behind a loss that is not finite is transient; a state that is not finite ends the run."""
+        """Log whether the fault behind a non-finite loss is transient. A non-finite state ends the run."""
         fault = fault_of_loss(self.engine, micro_batches)
         if fault is not None and self.metrics is not None:
             self.metrics.warn(self.state.step + 1, fault.text, kind=fault.kind)
@@ -268,7 +269,7 @@ class Trainer(Generic[ModelT]):
         return due_measurements(self.config, self.state.step, **has, suites=self._suites is not None)
 
     def _evaluate_due(self) -> bool:
-        """Evaluate after this step, which is not the last one, where that is due. Returns False when a signal interrupts it."""
+        """Run the evaluation that is due after a step before the last. Return False if a signal interrupts it."""
         if self.state.evaluation_due:
             due = self._due_measurements()
             interrupted = "validation" in due and self._validate(self.config.evaluation.batches) is None
@@ -277,7 +278,7 @@ class Trainer(Generic[ModelT]):
         return not self.state.evaluation_due
 
     def _evaluate_at_the_end(self) -> dict[str, float] | None:
-        """Return the metrics of the whole validation set after the last step; None when a signal interrupts what is due."""
+        """Return the metrics of the whole validation set after the last step; None if a signal interrupts the evaluation."""
         if (final := self._validate(None)) is None:
             return None
         if self._test is not None and self._evaluate(self._test, None, "test") is None:
@@ -298,16 +299,16 @@ class Trainer(Generic[ModelT]):
                 self.metrics.log(self.state.step, {"prompt": prompt, "text": text}, kind="sample")
         return values
 
-    def _evaluate(self, data: ValidationSet, limit: int | None, what: str) -> dict[str, float] | None:
-        # Of a whole set, which may take as long as many steps.
-        progress = partial(self.metrics.show_share, what) if limit is None and self.metrics is not None else None
+    def _evaluate(self, data: ValidationSet, limit: int | None, kind: str) -> dict[str, float] | None:
+        # A whole set may take as long as many steps.
+        progress = partial(self.metrics.show_share, kind) if limit is None and self.metrics is not None else None
         if (values := evaluate(self.engine, data, limit, progress, stop=self._stop_between_batches)) is None:
             return None
         values["tokens"] = self.state.consumed_tokens
         if self.metrics is not None:
-            self.metrics.log(self.state.step, values, kind=what)
+            self.metrics.log(self.state.step, values, kind=kind)
         if values["evaluated_tokens"] and not math.isfinite(values["loss"]):
-            self._refuse_state(f"the {what} loss of step {self.state.step} is not finite", always=True)
+            self._refuse_state(f"the {kind} loss of step {self.state.step} is not finite", always=True)
         return values
 
     def _refuse_state(self, what: str, *, always: bool = False) -> None:
@@ -315,8 +316,8 @@ class Trainer(Generic[ModelT]):
         names = state_not_finite(self.engine.optimizer_state, self.engine.grid)
         if names or always:
             self._note_saved(self._checkpointer.finish())
-            names = names or ["all weights and moments are finite, so that the forward pass or the text makes it"]
-            self._checkpointer.refuse_not_finite(what, names)
+            names = names or ["all weights and moments are finite, so the cause is the forward pass or the text"]
+            refuse_not_finite(what, names, Path(self.config.checkpoint.directory), self.engine.grid)
 
     def _stop_between_batches(self) -> bool:
         """Return whether a signal has stopped any process. Every process calls it."""
@@ -324,7 +325,7 @@ class Trainer(Generic[ModelT]):
         return any_rank([self._signal.received is not None], self.engine.grid)[0]
 
     def _evaluate_suites(self) -> bool:
-        """Log the scores, or the error instead: a failure here never stops a run. Returns False when a signal came before."""
+        """Log the scores, or the error, which never stops a run. Return False if a signal came before."""
         if self._suites is None:
             return True
         if self._stop_between_batches():

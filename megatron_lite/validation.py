@@ -1,4 +1,4 @@
-"""The loss of a set of held-out text."""
+"""Compute the loss of held-out text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ValidationSet:
     """Validation data of this process.
 
     Attributes:
-        batches: (part, limit) -> this data rank's micro batches of a part of the set, the same number on every rank: of about
-            `limit` global batches and the part's share of them; None: of all.
-        parts: name of each part (one source of the text; "" where they are not told apart) -> its share of the tokens.
-        total_bytes: bytes of the text of the whole set; None when it is not known.
-        total_tokens: tokens that carry a loss in the whole set.
-        micro_batches: of this data rank in the whole set.
+        batches: (part, limit) -> this data rank's micro-batches of a part, the same number on every rank. `limit` is the number
+            of global batches over all parts, of which the part has its share; None: all.
+        parts: name of each part (a source of the text; "" for a single part) -> its share of the tokens.
+        total_bytes: bytes of the text of the whole set; None if unknown.
+        total_tokens: tokens with a label in the whole set.
+        micro_batches: number of micro-batches of this data rank in the whole set.
     """
 
     batches: Callable[[str, int | None], Iterable[Batch]]
@@ -40,12 +40,12 @@ def evaluate(
     *,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Loss, perplexity and what else the data allow: accuracy, bits per byte, the loss of every part. Every process calls it.
+    """Return loss, perplexity and, if available, accuracy, bits per byte and the loss per part. Every process calls it.
 
     Args:
-        limit: about so many global batches over all parts; None: the whole set.
-        progress: is told the share of the whole set that is done, after every micro batch.
-        stop: asked before every micro batch, with the same answer on every process; True ends it, and the result is None.
+        limit: number of global batches over all parts; None: the whole set.
+        progress: called after every micro-batch with the completed fraction of the whole set.
+        stop: called before every micro-batch, with the same result on every process. True ends the evaluation with None.
     """
     begin = time.perf_counter()
     done, stopped = 0, False
@@ -65,9 +65,9 @@ def evaluate(
         sums[name] = engine.evaluate(watched(data.batches(name, limit)))
         if stopped:
             return None
-    # A small part of a masked set may have no masked token, and then says nothing.
+    # A small part of a masked set may have no masked token. It then has no loss.
     weights = {name: part.weight for name, part in sums.items() if part.weight}
-    # Of the whole set every token that is asked for counts alike; a selection stands for the text, with its shares.
+    # In the whole set every labelled token has the same weight. In a selection the parts have their shares of the text.
     shares = weights if limit is None else {name: data.parts[name] for name in weights}
     by_part = {f"loss/{name}": sums[name].nll / sums[name].weight for name in shares}
     whole = sum(shares.values()) or math.nan
@@ -80,7 +80,7 @@ def evaluate(
     accuracy = {"accuracy": sum(correct) / whole} if correct else {}
     values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **accuracy}
     if data.total_bytes:
-        # Over the whole set this is total nll / ln 2 / bytes; over a part, the set's tokens per byte stand in.
+        # For the whole set this is total nll / ln 2 / bytes. A selection uses the tokens per byte of the whole set.
         values["bits_per_byte"] = loss / math.log(2) * data.total_tokens / data.total_bytes
     if "" not in data.parts:
         values.update(by_part)
@@ -90,7 +90,7 @@ def evaluate(
 
 
 def due_measurements(config: Config[Any], step: int, *, validation: bool, sample: bool, suites: bool) -> set[str]:
-    """Return the kinds of metrics that are due after a step that is not the last one, of those that the run has."""
+    """Return the kinds of evaluation that are due after a step before the last, among those that the run has."""
     settings, due = config.evaluation, set[str]()
     if validation and settings.interval and step % settings.interval == 0:
         due |= {"validation", "sample"} if sample else {"validation"}

@@ -178,7 +178,7 @@ class ModelConfig:
         """Return the mixer's name in block `layer_index`: the pattern `mixers`, repeated."""
         return self.mixers[layer_index % len(self.mixers)]
 
-    def cut_sizes(self) -> dict[str, int]:
+    def sharded_sizes(self) -> dict[str, int]:
         """Return the sizes that tensor parallelism splits, by config key. Its degree must divide each of them."""
         from .mixers import MIXERS
 
@@ -188,7 +188,7 @@ class ModelConfig:
             "model.vocab_size": self.vocab_size,
         }
         for name in dict.fromkeys(self.mixers):
-            mixer_sizes = getattr(MIXERS[name], "cut_sizes", None)
+            mixer_sizes = getattr(MIXERS[name], "sharded_sizes", None)
             if mixer_sizes is not None:
                 sizes |= mixer_sizes(self, self.options_of(name))
         return sizes

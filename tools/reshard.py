@@ -90,7 +90,9 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     layout |= {key: manifest["layout"][key] for key in ("zero_stage", "dtype") if key in manifest["layout"]}
     with tqdm(total=len(ranks), unit="rank", file=sys.stderr) as bar:
         final = rewrite(source, output, ranks, layout, progress=bar.update)
-    return f"{final}: for {checkpoint.layout_words(layout)}; was for {checkpoint.layout_words(manifest['layout'])}"
+    return (
+        f"{final}: for {checkpoint.describe_layout(layout)}; was for {checkpoint.describe_layout(manifest['layout'])}"
+    )
 
 
 def _shares(numel: int, parts: int) -> list[tuple[int, int, int]]:

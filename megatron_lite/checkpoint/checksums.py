@@ -1,6 +1,6 @@
 """SHA-256 of the files of a checkpoint or an export, in the format of the command `sha256sum`.
 
-`sha256sum -c SHA256SUMS` in such a folder checks it too. Folders of earlier versions have no such file; they are read unchecked.
+`sha256sum -c SHA256SUMS` in such a folder checks it too. Folders of earlier versions have no such file and are not checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or an export that cannot be written or read; the message is for a person."""
+    """A checkpoint or an export that cannot be written or read."""
 
 
 def file_sha256(path: Path) -> str:
@@ -30,14 +30,14 @@ def checksums_text(sums: Mapping[str, str]) -> str:
 
 
 def check_files(folder: Path, mend: str, names: Iterable[str] | None = None) -> int:
-    """Compare files with the hashes that their folder stores; return how many were compared, 0 without `SHA256SUMS`.
+    """Compare files with the hashes in their folder; return the number of compared files, 0 without `SHA256SUMS`.
 
     Args:
-        mend: what to do about a damaged file, for the message.
+        mend: the next step for a damaged file, for the message.
         names: the files to compare; None for all that have a hash.
 
     Raises:
-        CheckpointError: a file is missing, was changed, or has no hash. Names it.
+        CheckpointError: a file is missing, damaged, or has no hash. Names it.
     """
     file = folder / FILE_NAME
     if not file.is_file():
@@ -48,27 +48,21 @@ def check_files(folder: Path, mend: str, names: Iterable[str] | None = None) -> 
         raise CheckpointError(f"{file} is damaged ({error}); {mend}") from error
     sums = {match[2]: match[1] for match in lines if match}
     if not sums or len(sums) < len(lines):
-        raise CheckpointError(f"{file} is damaged (a line is no hash and name); {mend}")
+        raise CheckpointError(f"{file} is damaged (a line is not a hash and a name); {mend}")
     names = list(sums if names is None else names)
     for name in names:
         path = inside(folder, name, file)
         digest = file_sha256(path) if path.is_file() else None
         if digest != sums.get(name, ""):
-            what = (
-                f"is missing: {file} names it"
-                if digest is None
-                else f"is damaged: its SHA-256 is not the one in {file}"
+            problem = (
+                f"missing: {file} names it" if digest is None else f"damaged: its SHA-256 is not the one in {file}"
             )
-            raise CheckpointError(f"{path} {what}; {mend}")
+            raise CheckpointError(f"{path} is {problem}; {mend}")
     return len(names)
 
 
 def inside(folder: Path, name: object, source: Path) -> Path:
-    """Return the path of the file in `folder` that `source` names.
-
-    Raises:
-        CheckpointError: the name is no relative path, or leads outside the folder.
-    """
+    """Return the path of the file in `folder` that `source` names. Raises CheckpointError if the name leads outside."""
     parts = PurePosixPath(name).parts if isinstance(name, str) and "\0" not in name else ()
     if parts and parts[0] != "/" and ".." not in parts:
         return folder.joinpath(*parts)

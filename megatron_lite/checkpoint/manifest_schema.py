@@ -1,4 +1,4 @@
-"""What must stand in a checkpoint's manifest, checked before anything is read by it."""
+"""The required keys of a checkpoint's manifest, checked before anything else is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class Piece(BaseModel):
-    """A range of a tensor, or of its part `shard`, in the file of a rank."""
+    """A range of a tensor, or of its `shard`, in the file of a rank."""
 
     rank: Annotated[int, Field(ge=0)]
     start: Annotated[int, Field(ge=0)]
@@ -17,7 +17,7 @@ class Piece(BaseModel):
 
 
 class TensorEntry(BaseModel):
-    """A tensor and where its elements are."""
+    """A tensor's shape and the location of its elements."""
 
     shape: list[Annotated[int, Field(ge=0)]]
     pieces: list[Piece]
@@ -31,7 +31,7 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What must stand in a manifest; any other key is allowed."""
+    """The required keys. Any other key is allowed."""
 
     step: int
     state: dict[str, Any]

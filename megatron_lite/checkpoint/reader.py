@@ -1,19 +1,18 @@
-"""Checkpoints that do not know the layout that wrote them.
+"""Read checkpoints in any layout, whatever layout wrote them.
 
 A checkpoint is a folder `step_00000100/` with
 
-- `manifest.json`: format version, step, trainer state, layout, software versions, command line; every tensor's shape,
-  partition word and the pieces it is stored in; every file's size and SHA-256; `finite`: all tensors were checked to be so;
+- `manifest.json`: format version, step, trainer state, layout, software versions, command line; shape, sharding spec and pieces
+  of every tensor; size and SHA-256 of every file; `finite`: all tensors were checked to be finite;
 - `config.yml`: the resolved configuration;
-- `SHA256SUMS`: SHA-256 of all files, the manifest's own included, as `sha256sum -c` reads it;
-- `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: what rank R owned, as flat float32 pieces of the tensors.
+- `SHA256SUMS`: SHA-256 of all files, the manifest included, as `sha256sum -c` reads it;
+- `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: the flat float32 pieces that rank R owned.
   Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
 
-A piece is `numel` elements from `start` on of the flattened tensor, or of its part `shard` = [dimension, index, count]
-where tensor parallelism cut it. Each process writes what it owns; reading assembles any part of any tensor, so any
-number of processes in any layout can read it. The folder is written under another name, flushed and renamed; the text
-file `latest` beside it is then replaced in one step. A process killed at any moment leaves the previous checkpoint
-loadable and `latest` on a complete one.
+A piece is `numel` elements from `start` on of the flattened tensor, or of its `shard` = [dimension, index, count] under tensor
+parallelism. Each process writes the pieces that it owns. The reader assembles any part of any tensor from them. The folder is
+written under a temporary name, flushed and renamed. Then the text file `latest` beside it is replaced atomically. A process
+killed at any moment leaves the previous checkpoint loadable and `latest` on a complete one.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ from megatron_lite.fault_tolerance.finite_check import is_finite
 from megatron_lite.parallel.sharding_plan import Shard
 
 FORMAT = "metalion-checkpoint"
-VERSION = 2  # 1 had no shards, and is read
+VERSION = 2  # version 1 has no shards
 OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
-
-
 MANIFEST, CONFIG = "manifest.json", "config.yml"
 _STEP = re.compile(r"step_[0-9]+")
 
@@ -60,7 +57,7 @@ def not_finite_error(what: str, names: Sequence[str], directory: Path) -> NotFin
     shown = [*names[:8], *([f"{len(names) - 8} more"] if len(names) > 8 else [])]
     healthy = newest_finite(directory)
     advice = (
-        f"The newest healthy checkpoint is {healthy}: name that folder (checkpoint.resume={healthy} takes the run back)"
+        f"The newest healthy checkpoint is {healthy}: name that folder (checkpoint.resume={healthy} rolls the run back)"
         if healthy
         else f"There is no healthy checkpoint in {directory}: start the run over (checkpoint.resume=never)"
     )
@@ -68,10 +65,10 @@ def not_finite_error(what: str, names: Sequence[str], directory: Path) -> NotFin
 
 
 def resolve(path: Path | str) -> Path:
-    """Return the step folder that a path means: itself, or the newest one of a checkpoints or run folder.
+    """Return the step folder for a path: itself, or the newest one of a checkpoints or run folder.
 
     Raises:
-        CheckpointError: there is none; says what was looked for.
+        CheckpointError: there is none; names the folders that are allowed.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
@@ -79,14 +76,14 @@ def resolve(path: Path | str) -> Path:
     for folder in (path, path / "checkpoints"):
         if (folder / "latest").is_file():
             return named_by(folder / "latest")
-        # A first save that was interrupted before its last file.
+        # A first save that was interrupted before it wrote `latest`.
         if steps := [step for step in step_folders(folder).values() if (step / MANIFEST).is_file()]:
             return steps[-1]
     if not path.exists():
         near = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())[:5] if path.parent.is_dir() else []
         beside = f" (beside it: {', '.join(near)})" if near else ""
         raise CheckpointError(f"{path} does not exist{beside}: {_NEEDED}")
-    raise CheckpointError(f"{path} is no checkpoint: {_NEEDED}")
+    raise CheckpointError(f"{path} is not a checkpoint: {_NEEDED}")
 
 
 def named_by(latest: Path) -> Path:
@@ -96,14 +93,14 @@ def named_by(latest: Path) -> Path:
     except UnicodeDecodeError:
         name = ""
     if not _STEP.fullmatch(name):
-        raise CheckpointError(f"{latest} is damaged (it names no folder like step_00000100 beside it); {MEND}")
+        raise CheckpointError(f"{latest} is damaged (it names no folder such as step_00000100); {MEND}")
     if not (latest.parent / name / MANIFEST).is_file():
-        raise CheckpointError(f"{latest} names {name}, which is no complete checkpoint (it has no {MANIFEST}); {MEND}")
+        raise CheckpointError(f"{latest} names {name}, which is incomplete (it has no {MANIFEST}); {MEND}")
     return latest.parent / name
 
 
 def step_folders(directory: Path) -> dict[int, Path]:
-    """Return the step folders of a checkpoints folder by their steps, in order; complete or not."""
+    """Return the step folders of a checkpoints folder by step, in order, complete or not."""
     folders = {int(path.name[5:]): path for path in directory.glob("step_*") if _STEP.fullmatch(path.name)}
     return dict(sorted(folders.items()))
 
@@ -120,9 +117,9 @@ def exists(path: Path) -> bool:
 
 
 def is_own_checkpoint(resume: str, directory: Path) -> bool:
-    """Return whether `checkpoint.resume` names a run's own checkpoints, which lie in `directory`, or a step folder there.
+    """Return whether `checkpoint.resume` names the checkpoints of the run in `directory`, or a step folder there.
 
-    Each start takes the run back to such a folder, which need not exist. A run without checkpoints starts from any other path.
+    Each start rolls the run back to such a folder, which need not exist. Any other path applies to a run without checkpoints.
     """
     if resume in ("auto", "never", "newest_readable"):
         return False
@@ -131,10 +128,10 @@ def is_own_checkpoint(resume: str, directory: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a step folder. Its hash and that of config.yml are compared, and every file is there in full.
+    """Return the manifest of a step folder, after a check of its hash, of that of config.yml, and of the size of every file.
 
     Raises:
-        CheckpointError: unreadable, another format or version, or a file that is missing, short or changed (named).
+        CheckpointError: unreadable, another format or version, or a missing, short or changed file, which is named.
     """
     file = path / MANIFEST
     check_files(path, MEND, (MANIFEST, CONFIG))
@@ -146,8 +143,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is damaged (it holds no keys); {MEND}")
     if manifest.get("format") != FORMAT or manifest.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
-            f"{file}: format {manifest.get('format')!r} version {manifest.get('version')!r}; this program reads "
-            f"{FORMAT!r} up to version {VERSION}"
+            f"{file}: format {manifest.get('format')!r} version {manifest.get('version')!r}; "
+            f"{FORMAT!r} up to version {VERSION} is allowed: read it with the program that wrote it"
         )
     try:
         Manifest.model_validate(manifest)
@@ -159,19 +156,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
         stored = inside(path, name, file)
         size = stored.stat().st_size if stored.is_file() else None
         if size != entry["bytes"]:
-            problem = "is missing" if size is None else f"has {size} bytes of {entry['bytes']}"
+            problem = "is missing" if size is None else f"has {size} of {entry['bytes']} bytes"
             raise CheckpointError(f"{path}: the file {name} {problem}; {MEND}")
     return manifest
 
 
-MEND = (
-    "name another step folder, or let the run go on from the newest checkpoint that is whole "
-    "(checkpoint.resume=newest_readable)"
-)
+MEND = "name another step folder, or resume from the newest complete checkpoint (checkpoint.resume=newest_readable)"
 
 
 def check_hash(path: Path, name: str, entry: Mapping[str, Any] | None) -> None:
-    """Compare a file of a step folder with its entry in the manifest. Raises CheckpointError where they differ."""
+    """Compare a file of a step folder with its entry in the manifest. Raises CheckpointError if they differ."""
     if entry is None:
         raise CheckpointError(f"{path / MANIFEST} is damaged (it lists no file {name}); {MEND}")
     if file_sha256(path / name) != entry["sha256"]:
@@ -190,7 +184,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 class Weights(Mapping[str, Tensor]):
     """The weights of a checkpoint by canonical name, at full size in float32 on the CPU.
 
-    Each is read when it is asked for, so that a large model never stands in memory whole.
+    Each is read at its lookup, so that memory never holds a whole large model.
 
     Raises:
         CheckpointError: as `resolve` and `read_manifest`, or a file whose checksum differs.
@@ -206,7 +200,7 @@ class Weights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         weight = self._read(name)
         if self._reader.not_finite:
-            for other in self.shapes:  # all of them are named
+            for other in self.shapes:  # the message names all of them
                 self._read(other)
             self._reader.require_finite()
         return weight
@@ -223,10 +217,10 @@ class Weights(Mapping[str, Tensor]):
 
 
 def read_config_yaml(path: Path | str) -> dict[str, Any]:
-    """Return the resolved configuration that a checkpoint was trained with, as plain YAML values.
+    """Return the resolved configuration of a checkpoint as plain YAML values.
 
     Raises:
-        CheckpointError: as `resolve`, or a file that is missing or damaged.
+        CheckpointError: as `resolve`, or a missing or damaged file.
     """
     import yaml
 
@@ -245,7 +239,7 @@ def read_config_yaml(path: Path | str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """`numel` elements from `start` on of the flattened `shard` of the tensor `name`."""
+    """The `numel` elements from `start` on of the flattened `shard` of the tensor `name`."""
 
     name: str
     shard: Shard
@@ -253,15 +247,15 @@ class TensorSlice:
     numel: int
 
     def entry(self, rank: int) -> dict[str, Any]:
-        """Return the piece as the manifest lists it, in the file of `rank`."""
+        """Return the manifest's entry of this piece in the file of `rank`."""
         piece: dict[str, Any] = {"rank": rank, "start": self.start, "numel": self.numel}
         if self.shard.count > 1:
             piece["shard"] = [self.shard.dim, self.shard.index, self.shard.count]
         return piece
 
 
-def layout_words(layout: Mapping[str, Any]) -> str:
-    """Return a manifest's layout for a person: "4 processes: data 2 x tensor 2, ZeRO 1, bf16"."""
+def describe_layout(layout: Mapping[str, Any]) -> str:
+    """Return a manifest's layout in words: "4 processes: data 2 x tensor 2, ZeRO 1, bf16"."""
     sizes = [f"{key} {layout[key]}" for key in ("data", "tensor", "pipeline", "context") if layout.get(key, 1) > 1]
     count = layout["world_size"]
     words = f"{count} process{'es' if count > 1 else ''}" + (f": {' x '.join(sizes)}" if sizes else "")
@@ -269,10 +263,10 @@ def layout_words(layout: Mapping[str, Any]) -> str:
 
 
 class Reader:
-    """Parts of tensors out of the pieces of one checkpoint; checks the checksum of a file when it is first opened.
+    """Assembles parts of tensors from the pieces of one checkpoint; verifies the checksum of a file when it is first opened.
 
     Attributes:
-        not_finite: the tensors in whose parts that were read an element is not finite ("exp_avg of head.norm.weight").
+        not_finite: tensors that have a non-finite element in the parts read so far ("exp_avg of head.norm.weight").
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -285,23 +279,23 @@ class Reader:
         """Return elements [start, start + numel) of the flattened shard of a tensor, float32 on the CPU.
 
         Raises:
-            CheckpointError: a file that was changed, or a manifest that its files do not fit.
+            CheckpointError: a changed file, or files that do not match the manifest.
         """
         try:
             return self._read(kind, name, shard, start, numel)
         except (SafetensorError, LookupError, RuntimeError) as error:
             raise CheckpointError(
-                f"{self._path / MANIFEST} does not fit its files at {kind} of {name} ({error}); {MEND}"
+                f"{self._path / MANIFEST} does not match its files at {kind} of {name} ({error}); {MEND}"
             ) from error
 
     def _read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
-        if kind != "weight" and self._manifest.get("optimizer") == "none":  # weights from elsewhere
+        if kind != "weight" and self._manifest.get("optimizer") == "none":  # imported weights
             return torch.zeros(numel, dtype=torch.float32)
         entry = self._manifest["tensors"][name]
         size = math.prod(entry["shape"])
         pieces = [(piece, Shard(*piece.get("shard", (0, 0, 1)))) for piece in entry["pieces"]]
         if all(stored.dim == 0 for _, stored in pieces) and shard.dim == 0:
-            # Parts along the first dimension are ranges of the flattened tensor.
+            # Shards along the first dimension are ranges of the flattened tensor.
             placed = [(piece, stored.index * (size // stored.count) + piece["start"]) for piece, stored in pieces]
             return self._range(kind, name, placed, shard.index * (size // shard.count) + start, numel)
         if all((stored.dim, stored.count) == (shard.dim, shard.count) for _, stored in pieces):
@@ -321,7 +315,7 @@ class Reader:
         return self._assembled[1]
 
     def _range(self, kind: str, name: str, placed: list[tuple[dict[str, Any], int]], start: int, numel: int) -> Tensor:
-        """Return elements [start, start + numel) out of pieces, each with the place of its first element."""
+        """Return elements [start, start + numel) from pieces, each with the offset of its first element."""
         out = torch.empty(numel, dtype=torch.float32)
         covered, end = start, start + numel
         for piece, place in sorted(placed, key=lambda one: one[1]):
@@ -336,14 +330,14 @@ class Reader:
                 covered = high
         if covered != end:
             raise CheckpointError(
-                f"{self._path / MANIFEST} is damaged ({kind} of {name}: no piece goes on at element {covered}); {MEND}"
+                f"{self._path / MANIFEST} is damaged ({kind} of {name}: no piece holds element {covered}); {MEND}"
             )
         if not is_finite(out) and (entry := f"{kind} of {name}") not in self.not_finite:
             self.not_finite.append(entry)
         return out
 
     def require_finite(self) -> None:
-        """Raises NotFiniteError where something that was read is not finite."""
+        """Raise NotFiniteError if a part that was read is not finite."""
         if self.not_finite:
             raise not_finite_error(f"{self._path} is not finite", self.not_finite, self._path.parent)
 
@@ -355,16 +349,16 @@ class Reader:
 
 
 def newest_finite(directory: Path) -> Path | None:
-    """Return the newest step folder in which all weights and moments are finite; None where there is none."""
+    """Return the newest step folder in which all weights and moments are finite, or None."""
     for path in reversed(step_folders(directory).values()):
-        with contextlib.suppress(CheckpointError):  # a damaged one is not healthy either
+        with contextlib.suppress(CheckpointError):  # damaged
             if not tensors_not_finite(path):
                 return path
     return None
 
 
 def tensors_not_finite(path: Path) -> list[str]:
-    """Read a step folder and name its tensors that are not finite. Its manifest may say that they were checked.
+    """Return the names of the tensors of a step folder that are not finite. Reads them unless the manifest says `finite`.
 
     Raises CheckpointError as `read_manifest`, or for a file whose checksum differs.
     """

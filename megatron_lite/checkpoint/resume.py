@@ -1,4 +1,4 @@
-"""The decision from which checkpoint a run starts."""
+"""Decide from which checkpoint a run starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StartPoint:
     Attributes:
         path: its step folder.
         is_own: the run wrote it; otherwise the run takes its weights and optimizer state and begins at step 0.
-        rolls_back: the run may have later checkpoints, which are archived.
+        rolls_back: later checkpoints of the run are archived.
         manifest: its manifest.
     """
 
@@ -43,7 +43,7 @@ class StartPoint:
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the run has steps behind it; an imported checkpoint has none."""
+        """Return whether the run has completed steps; an imported checkpoint has none."""
         return self.is_own and self.manifest["step"] > 0
 
     def read_train_steps(self) -> int:
@@ -54,8 +54,8 @@ class StartPoint:
 def find_start(config: CheckpointConfig, grid: Grid) -> StartPoint | None:
     """Return the checkpoint to start from, the same on every process; None for a new run.
 
-    `resume: never` archives the checkpoints of the folder. A path of another run counts for the first start alone: later
-    starts find checkpoints of their own.
+    `resume: never` archives the checkpoints of the folder. A path of another run applies to the first start only; later starts
+    use checkpoints of their own.
 
     Raises:
         CheckpointError: the checkpoint is missing or cannot be read.
@@ -68,7 +68,7 @@ def restore(checkpointer: Checkpointer, start: StartPoint, grid: Grid) -> tuple[
     """Load the start point into the engine. Every process calls it.
 
     Returns:
-        the trainer's state, empty for a checkpoint of another run; the archive of later checkpoints, or None.
+        the trainer's state, empty for a checkpoint of another run; and the archive of later checkpoints, or None.
 
     Raises:
         CheckpointError, NotFiniteError: as `Checkpointer.load`.
@@ -80,7 +80,7 @@ def restore(checkpointer: Checkpointer, start: StartPoint, grid: Grid) -> tuple[
 
 
 def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
-    """Return the step folder, whether it is one of this run, and whether the run goes back to it."""
+    """Return the step folder, whether this run wrote it, and whether the run rolls back to it."""
     directory, resume = Path(config.directory), _effective_resume(config)
     if resume == "never":
         archive_all(directory)
@@ -88,7 +88,7 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
     if resume == "newest_readable":
         newest, problems = newest_whole(directory)
         for problem in problems:
-            print(f"not readable: {problem}", file=sys.stderr)
+            print(f"unreadable checkpoint: {problem}", file=sys.stderr)
         return newest, newest is not None, bool(problems)
     has_begun = exists(directory)
     if resume != "auto" and (not has_begun or is_own_checkpoint(resume, directory)):
@@ -99,18 +99,18 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
         return None, False, False
     if resume != "auto":
         print(
-            f"checkpoint.resume = {resume} was for the first start: this run goes on from its own checkpoints "
-            f"(to start from there again, give it another run.name or run.directory, or move {directory} away)"
+            f"checkpoint.resume = {resume} applies to the first start only: resuming from this run's own checkpoints "
+            f"(to start from there again, set another run.name or run.directory, or move {directory} away)"
         )
     return resolve(directory), True, False
 
 
 def _effective_resume(config: CheckpointConfig) -> str:
-    """Return `checkpoint.resume`, or auto if a launcher restarts a command that has written a checkpoint since its start."""
+    """Return `checkpoint.resume`, or auto if a launcher restarts a command that has already written a checkpoint."""
     directory, resume = Path(config.directory), config.resume
     if resume == "newest_readable":
         return resume
-    # torchrun --max-restarts; a job that SLURM queued again.
+    # torchrun --max-restarts; a job that SLURM requeued.
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     if any(count != "0" for count in counts) and exists(directory):
         with suppress(CheckpointError, KeyError):

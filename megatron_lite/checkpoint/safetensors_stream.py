@@ -1,4 +1,4 @@
-"""Safetensors files written one tensor at a time, so that memory holds one tensor and not the file.
+"""Write safetensors files one tensor at a time, so that memory holds only one tensor.
 
 Format: eight bytes, little-endian, with the length of the header; the header, a JSON object from a tensor's name to its
 dtype, shape and byte range, padded with spaces to a multiple of eight; the tensors' bytes, without gaps.
@@ -31,8 +31,8 @@ def write_tensors(
     """Write `path` with `tensors` in the order of `shapes`, converted to `dtype`, and flush it to the disk.
 
     Raises:
-        ValueError: a tensor that is not the next one of `shapes`, of another shape, or not finite as `dtype`.
-        OSError: the disk is full; what is there then is no complete file.
+        ValueError: a tensor that is not the next one of `shapes`, has another shape, or is not finite as `dtype`.
+        OSError: the disk is full; the file is incomplete.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -46,7 +46,7 @@ def write_tensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors:
             if (name, tuple(tensor.shape)) != (wanted := next(expected, ("nothing", ()))):
-                raise ValueError(f"{path}: {name} {tuple(tensor.shape)} comes where {wanted[0]} {wanted[1]} belongs")
+                raise ValueError(f"{path}: got {name} {tuple(tensor.shape)}, expected {wanted[0]} {wanted[1]}")
             flat = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
             if not is_finite(flat):
                 not_finite.append(name)
@@ -54,10 +54,10 @@ def write_tensors(
         if not_finite:
             kind = str(dtype).removeprefix("torch.")
             raise ValueError(
-                f"not finite as {kind}, and not written: {', '.join(not_finite)}. Take other weights"
-                + (", or a wider dtype" if dtype.itemsize < 4 else "")
+                f"not finite as {kind}, and not written: {', '.join(not_finite)}. Use other weights"
+                + (", or a dtype with a larger range" if dtype.itemsize < 4 else "")
             )
-        if (left := next(expected, None)) is not None:
-            raise ValueError(f"{path}: no tensor came for {left[0]}")
+        if (missing := next(expected, None)) is not None:
+            raise ValueError(f"{path}: got no tensor {missing[0]}")
         file.flush()
         os.fsync(file.fileno())

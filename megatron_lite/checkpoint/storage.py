@@ -1,4 +1,4 @@
-"""Writing a step folder: aside, flushed, renamed; the format is that of `megatron_lite.checkpoint.reader`."""
+"""Write step folders under a temporary name, flush and rename them; archive and delete old ones. Format: `reader.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron_lite.checkpoint.reader import (
     step_folders,
 )
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
+from megatron_lite.parallel.sharding_plan import Shard
 
 
 def write_weights(
@@ -42,53 +44,66 @@ def write_weights(
     specs: Mapping[str, str],
     config_yaml: str,
 ) -> Path:
-    """Write `directory/step_00000000` from weights alone and let `latest` name it: a run starts or goes on from it.
+    """Write `directory/step_00000000` from weights only and let `latest` name it, so that a run can start from it.
 
-    There is no optimizer state; reading it gives zeros, which is what a new optimizer has. Weights come one at a time.
+    There is no optimizer state; its reader returns zeros, the state of a new optimizer. Weights are written one at a time.
 
     Args:
         weights: canonical name and full tensor, in the order of `shapes`.
         specs: sharding spec of every tensor.
 
     Raises:
-        CheckpointError: could not be written. Nothing is left behind, and what was there before stays.
-        ValueError: a tensor that `shapes` does not expect there.
+        CheckpointError: the disk refuses. Nothing is left behind, and existing files stay.
+        ValueError: a tensor that is not the next one of `shapes`.
     """
-    final, aside = directory / "step_00000000", directory / ".step_00000000.writing"
-    file = aside / "weights-00000.safetensors"
+    final = directory / "step_00000000"
     flat = {f"weight/{name}": (math.prod(shape),) for name, shape in shapes.items()}
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        make_folder(aside)
+    layout = {"world_size": 1, "data": 1, "tensor": 1, "pipeline": 1, "context": 1, "dtype": "fp32"}
+    manifest = new_manifest(0, layout, shapes, specs) | {"optimizer": "none"}
+    for name, shape in shapes.items():
+        manifest["tensors"][name]["pieces"] = [TensorSlice(name, Shard(), 0, math.prod(shape)).entry(0)]
+    with _temporary_folder(final) as temporary:
+        file = temporary / "weights-00000.safetensors"
         write_tensors(file, flat, ((f"weight/{name}", tensor.reshape(-1)) for name, tensor in weights))
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": 0,
-            "finite": True,  # `write_tensors` refuses others
-            "optimizer_steps": 0,
-            "optimizer": "none",
-            "state": {},
-            "loss_scale": {},
-            "layout": {"world_size": 1, "data": 1, "tensor": 1, "pipeline": 1, "context": 1, "dtype": "fp32"},
-            "versions": versions(),
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "tensors": {
-                name: {
-                    "shape": list(shape),
-                    "partition": specs[name],
-                    "pieces": [{"rank": 0, "start": 0, "numel": math.prod(shape)}],
-                }
-                for name, shape in shapes.items()
-            },
-            "files": {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)}},
-        }
-        publish(aside, final, manifest, config_yaml)
-    except OSError as error:
+        manifest["files"] = file_entry(file)
+        publish(temporary, final, manifest, config_yaml)
+    return final
+
+
+def new_manifest(
+    step: int, layout: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the manifest of a checkpoint with finite tensors, without trainer and optimizer state, pieces and files."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "finite": True,
+        "optimizer_steps": 0,
+        "state": {},
+        "loss_scale": {},
+        "layout": dict(layout),
+        "versions": versions(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "tensors": {
+            name: {"shape": list(shape), "partition": specs[name], "pieces": []} for name, shape in shapes.items()
+        },
+        "files": {},
+    }
+
+
+@contextmanager
+def _temporary_folder(final: Path) -> Iterator[Path]:
+    """Make a temporary folder beside `final` and remove it at the end. A failed write raises CheckpointError."""
+    temporary = final.with_name(f".{final.name}.writing")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        make_folder(temporary)
+        yield temporary
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {final}: {error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return final
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def rewrite(
@@ -99,41 +114,32 @@ def rewrite(
     *,
     progress: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Write a step folder again with its tensors shared out over other files; one file's tensors are held at a time.
+    """Reshard a step folder into `directory`. Memory holds the tensors of one file at a time.
 
     Args:
-        ranks: what each process of the new layout owns.
+        ranks: the parts that each process of the new layout owns.
         layout: recorded in the manifest.
         progress: called after each process's files.
 
     Raises:
-        CheckpointError: the source cannot be read, the target exists, or it cannot be written: nothing is left behind.
+        CheckpointError: the source cannot be read, the target exists, or the disk refuses. Nothing is left behind.
     """
     manifest = read_manifest(source)
-    reader = Reader(source, manifest)
-    final, aside = directory / source.name, directory / f".{source.name}.writing"
+    reader, final = Reader(source, manifest), directory / source.name
     tensors = {name: {**entry, "pieces": []} for name, entry in manifest["tensors"].items()}
     for rank, parts in enumerate(ranks):
         for part in parts:
             tensors[part.name]["pieces"].append(part.entry(rank))
     files: dict[str, dict[str, Any]] = {}
-    changed = {
-        **manifest,
-        "version": VERSION,
-        "finite": True,
-        "layout": dict(layout),
-        "tensors": tensors,
-        "files": files,
-    }
+    resharded = {"version": VERSION, "finite": True, "layout": dict(layout), "tensors": tensors, "files": files}
+    changed = {**manifest, **resharded}
     if final.exists():
         if (directory / "latest").exists() or read_manifest(final) | {"files": files} != changed:
             raise CheckpointError(f"{final} exists: name another output folder")
-        write_text(directory / "latest", final.name + "\n")  # the same was killed between the name and this
+        write_text(directory / "latest", final.name + "\n")  # the same command was killed before this line
         return final
     kinds = {"weights": ("weight",), "optimizer": () if manifest.get("optimizer") == "none" else OPTIMIZER_KEYS}
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        make_folder(aside)
+    with _temporary_folder(final) as temporary:
         for rank, parts in enumerate(ranks):
             for stem, names in kinds.items():
                 group = {
@@ -142,33 +148,28 @@ def rewrite(
                     for part in parts
                 }
                 if names:
-                    files |= write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
+                    files |= write_file(temporary / f"{stem}-{rank:05d}.safetensors", group)
             progress()
         reader.require_finite()
-        publish(aside, final, changed, (source / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"could not write {final}: {error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        publish(temporary, final, changed, (source / CONFIG).read_text(encoding="utf-8"))
     return final
 
 
-def publish(aside: Path, final: Path, manifest: Mapping[str, Any], config_yaml: str) -> None:
-    """Complete a folder of tensors, give it its name and let `latest` beside it name it. Raises OSError.
+def publish(temporary: Path, final: Path, manifest: Mapping[str, Any], config_yaml: str) -> None:
+    """Complete a folder of tensors, rename it to `final` and let `latest` name it. Raises OSError.
 
-    A folder of that name, of the same step saved before, stays until the new one has its place.
+    An existing folder of that name stays until the new one replaces it.
     """
-    write_text(aside / CONFIG, config_yaml)
-    write_text(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    sums = {name: entry["sha256"] for name, entry in manifest.get("files", {}).items()}
-    write_text(
-        aside / FILE_NAME, checksums_text(sums | {name: file_sha256(aside / name) for name in (CONFIG, MANIFEST)})
-    )
+    write_text(temporary / CONFIG, config_yaml)
+    write_text(temporary / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    sums = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+    sums |= {name: file_sha256(temporary / name) for name in (CONFIG, MANIFEST)}
+    write_text(temporary / FILE_NAME, checksums_text(sums))
     former = final.with_name(f".{final.name}.former.writing")
     if final.exists():
         shutil.rmtree(former, ignore_errors=True)
         os.replace(final, former)
-    os.replace(aside, final)
+    os.replace(temporary, final)
     sync(final.parent)
     write_text(final.parent / "latest", final.name + "\n")
     shutil.rmtree(former, ignore_errors=True)
@@ -186,8 +187,7 @@ def rollback_to(folder: Path) -> Path | None:
     """Let `latest` name a step folder and archive the later ones. Call it on one process.
 
     Returns:
-        the archive, a new folder; None if there were no later ones. A kill in between leaves some of them, which `latest`
-        no longer counts.
+        the archive, a new folder; None if there were no later ones. After a kill, `latest` excludes those that remain.
     """
     directory = folder.parent
     later = [path for step, path in step_folders(directory).items() if step > _step(folder.name)]
@@ -196,14 +196,14 @@ def rollback_to(folder: Path) -> Path | None:
 
 
 def archive_all(directory: Path) -> Path | None:
-    """Archive all checkpoints, for a run that starts over; return as `rollback_to`. The folder stays: a run has locked it."""
+    """Archive all checkpoints, for a run that starts over; return as `rollback_to`. The locked folder itself stays."""
     return _archive(directory, [*step_folders(directory).values(), *directory.glob("latest")])
 
 
 def _archive(directory: Path, paths: Sequence[Path]) -> Path | None:
     if not paths:
         return None
-    archive = next_free_name(directory.resolve())  # on the disk that a link leads to
+    archive = next_free_name(directory.resolve())  # on the disk of a link's target
     archive.mkdir()
     for path in paths:
         path.rename(archive / path.name)
@@ -213,12 +213,12 @@ def _archive(directory: Path, paths: Sequence[Path]) -> Path | None:
 
 
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
-    """Delete old checkpoints, never the one that `latest` names nor a later one. Call it on one process.
+    """Delete old checkpoints, but not the one that `latest` names or later ones. Call it on one process.
 
-    There is a warning for one that cannot be deleted, which is tried again by the next call.
+    A checkpoint that cannot be deleted causes a warning, and the next call tries again.
 
     Args:
-        keep_last: how many of the newest stay, not counting `keep`; 0 keeps all.
+        keep_last: number of newest checkpoints to keep, without `keep`; 0 keeps all.
         keep: steps that always stay (log-spaced and listed ones).
 
     Returns:
@@ -226,18 +226,17 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     """
     steps = step_folders(directory)
     latest = directory / "latest"
-    # A run that was killed between a folder's name and `latest` goes on from the one before, and one that goes back from any:
-    # what is later than `latest` is not the newest, and is replaced when the run comes to it.
+    # Later folders than `latest` exist after a rollback, or a kill before `latest` was written. The run replaces them.
     end = _step(latest.read_text().strip()) if latest.is_file() else max(steps, default=0)
     counted = [step for step in sorted(steps) if step <= end and step not in keep]
     gone = []
     for folder in [steps[step] for step in counted[:-keep_last]]:  # [:-0] is none
         try:
-            # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
+            # Without the manifest the rest is not a checkpoint, if this is interrupted. The next call removes it.
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder)
             gone.append(folder)
-        except OSError as error:  # protected, or on a network disk and being read
+        except OSError as error:  # protected, or open on a network disk
             warnings.warn(f"the old checkpoint {folder} cannot be deleted, and stays: {error}", stacklevel=2)
     return gone
 
@@ -247,22 +246,27 @@ def _step(name: str) -> int:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return the manifest's entry of the file. Raises OSError."""
-    path.touch()  # for the rights that a new file has here: safetensors gives them to the owner alone
-    rights = path.stat().st_mode
+    """Write a safetensors file, flush it and return its `file_entry`. Raises OSError."""
+    path.touch()  # for the default permissions: safetensors grants access to the owner only
+    permissions = path.stat().st_mode
     try:
         save_file(tensors, path)
-    except SafetensorError as error:  # a full disk's number stands in its words alone
+    except SafetensorError as error:  # only its text holds the error number of a full disk
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error
-    path.chmod(rights)
+    path.chmod(permissions)
     sync(path)
+    return file_entry(path)
+
+
+def file_entry(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the manifest's entry of a file."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}}
 
 
 def versions() -> dict[str, str]:
-    """Versions of the interpreter and of the packages that decide the numbers."""
+    """Return the versions of the interpreter and of the packages that affect the results."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 

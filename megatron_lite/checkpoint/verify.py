@@ -1,4 +1,4 @@
-"""Reading every byte of checkpoints before one is trusted."""
+"""Verify checkpoints by reading every byte."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron_lite.checkpoint.reader import (
 
 
 def verify(path: Path) -> int:
-    """Read every byte of a step folder; return how many files were compared with their hashes.
+    """Read every byte of a step folder; return the number of files compared with their hashes.
 
     Raises:
-        CheckpointError: as `read_manifest`, or a file whose content was changed. Names it.
+        CheckpointError: as `read_manifest`, or a file with another content. Names it.
         NotFiniteError: a weight or moment is not finite. Names them.
     """
     files = read_manifest(path)["files"]
@@ -36,12 +36,12 @@ def verify(path: Path) -> int:
 
 
 def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest step folder whose every byte verifies, and what is wrong with the newer ones.
+    """Return the newest step folder that verifies, and the problems of newer ones; None for a folder without checkpoints.
 
-    What is later than `latest` counts only where `latest` cannot be followed. None for a folder without checkpoints.
+    Folders later than `latest` count only if `latest` is damaged or missing.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is whole.
+        CheckpointError: none of the checkpoints is complete.
     """
     problems = []
     try:
@@ -61,6 +61,6 @@ def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
             problems.append(str(error))
     if problems:
         raise CheckpointError(
-            f"no checkpoint in {directory} is whole; checkpoint.resume=never begins again. " + " ".join(problems)
+            f"no checkpoint in {directory} is complete; checkpoint.resume=never starts over. " + " ".join(problems)
         )
     return None, []

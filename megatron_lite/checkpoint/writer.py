@@ -1,22 +1,19 @@
-"""Writing checkpoints of an engine, while training goes on where that is asked for.
+"""Write checkpoints of an engine, if requested in the background. `reader.py` describes the format.
 
-Every process copies what it owns to host memory, and its files are written from the copy. When all processes have written
-theirs, the first one adds the manifest, gives the folder its name and moves `latest`. Each of the two parts runs in a
-thread; that all threads are done is agreed on at the end of a later step, with a number that the processes exchange there
-anyway. The format: `megatron_lite.checkpoint.reader`.
+Every process copies its pieces to host memory and writes its files from the copy. When all files are written, rank 0 adds the
+manifest, renames the folder and replaces `latest`. Each of the two parts runs in a thread. The ranks agree that all threads have
+finished at the end of a later step, in a collective that every step has anyway.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.checksums import CheckpointError
-from megatron_lite.checkpoint.reader import (
-    FORMAT,
-    OPTIMIZER_KEYS,
-    VERSION,
-    NotFiniteError,
-    TensorSlice,
-    not_finite_error,
-)
-from megatron_lite.checkpoint.storage import make_folder, publish, versions, write_file
+from megatron_lite.checkpoint.reader import OPTIMIZER_KEYS, NotFiniteError, TensorSlice, not_finite_error, step_folders
+from megatron_lite.checkpoint.storage import make_folder, new_manifest, prune, publish, write_file
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.finite_check import state_not_finite
 from megatron_lite.parallel.collectives import barrier, broadcast, gather
@@ -40,7 +30,7 @@ from megatron_lite.parallel.grid import Grid
 
 
 class Written(NamedTuple):
-    """What one process wrote: why it could not ("" where it could), pieces by tensor, the manifest's entries of its files."""
+    """Result of one process: the problem ("" if none), pieces by tensor, and the manifest's entries of its files."""
 
     problem: str
     pieces: dict[str, list[dict[str, Any]]]
@@ -49,11 +39,11 @@ class Written(NamedTuple):
 
 @dataclass
 class _Save:
-    """A save on its way: `work` is what this process does for it now, in a thread."""
+    """A save in progress. `work` is the current part of this process, in a thread."""
 
     step: int
     path: Path
-    aside: Path
+    temporary: Path
     manifest: dict[str, Any]
     config_yaml: str
     work: Future[Any]
@@ -67,8 +57,8 @@ class Saved:
     """A complete checkpoint.
 
     Attributes:
-        seconds: from its beginning to its end.
-        stopped_seconds: of these, how long training stood still on this process.
+        seconds: duration of the save.
+        stopped_seconds: the part of it in which training waited on this process.
     """
 
     step: int
@@ -84,8 +74,10 @@ class CheckpointWriter:
 
     Args:
         directory: the checkpoints folder of the run, on a disk that all processes share.
-        asynchronous: write while training goes on, from a copy that stays allocated for the next one.
+        asynchronous: write in the background, from a copy that stays allocated for the next save.
         timeout_seconds: longest time that `finish` waits for a file; inf: no limit.
+        keep_last: number of newest checkpoints to keep; 0: all.
+        is_permanent: whether the checkpoint of a step stays in any case, and does not count.
 
     Attributes:
         last: the last complete checkpoint.
@@ -98,35 +90,41 @@ class CheckpointWriter:
         *,
         asynchronous: bool = False,
         timeout_seconds: float = math.inf,
+        keep_last: int = 0,
+        is_permanent: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self._engine, self._directory, self._asynchronous = engine, directory, asynchronous
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._keep_last, self._is_permanent = timeout_seconds, keep_last, is_permanent
         self._save: _Save | None = None
         self._copies: dict[str, Tensor] = {}
         self.last: Saved | None = None
 
     def save_async(self, *, step: int, state: Mapping[str, Any], config_yaml: str) -> None:
-        """Copy the state of this step and start to write `directory/step_XXXXXXXX`, which `latest` will name.
+        """Copy the state of this step and start to write `directory/step_XXXXXXXX`.
 
         Args:
             state: the trainer's state, as JSON values; returned by `Checkpointer.load`.
 
         Raises:
-            ValueError: a former save is not complete.
+            ValueError: the previous save is not complete.
             NotFiniteError: a weight or moment is not finite; on every process, and nothing is written.
         """
         if self._save is not None:
             raise ValueError(f"step {self._save.step} is not written yet: call finish before the next save")
-        begin = time.perf_counter()
-        names = state_not_finite(self._engine.optimizer_state, self._engine.grid)
-        refuse_not_finite(f"step {step} is not finite and is not saved", [names], self._directory, self._engine.grid)
-        path, aside = self._directory / f"step_{step:08d}", self._directory / f".step_{step:08d}.writing"
-        problem = self._make_room(aside)
-        barrier(self._engine.grid)
-        manifest = _manifest(self._engine, step, state)
-        pieces, groups = self._copied()
-        work = self._start(lambda: self._write(aside, pieces, groups, problem))
-        self._save = _Save(step, path, aside, manifest, config_yaml, work, begin, time.perf_counter() - begin)
+        begin, engine = time.perf_counter(), self._engine
+        names = state_not_finite(engine.optimizer_state, engine.grid)
+        refuse_not_finite(f"step {step} is not finite and is not saved", names, self._directory, engine.grid)
+        path, temporary = self._directory / f"step_{step:08d}", self._directory / f".step_{step:08d}.writing"
+        problem = self._make_folder(temporary)
+        barrier(engine.grid)
+        manifest = new_manifest(step, engine.layout, engine.parameter_shapes(), engine.sharding_specs) | {
+            "optimizer_steps": engine.optimizer_state.steps,
+            "state": dict(state),
+            "loss_scale": engine.optimizer_state.loss_scaler,
+        }
+        pieces, groups = self._copy_pieces()
+        work = self._start(lambda: self._write(temporary, pieces, groups, problem))
+        self._save = _Save(step, path, temporary, manifest, config_yaml, work, begin, time.perf_counter() - begin)
 
     @property
     def is_busy(self) -> bool:
@@ -134,13 +132,13 @@ class CheckpointWriter:
         return self._save is not None and not self._save.work.done()
 
     def settle(self, any_busy: bool) -> bool:
-        """Take a save on its way a part further, without waiting. Returns whether it is complete now.
+        """Start the next part of a save in progress, without waiting. Return whether the save is complete.
 
         Args:
             any_busy: whether any process `is_busy`; the same on all of them.
 
         Raises:
-            CheckpointError: on every process, when one of them could not write (a full disk, say). Nothing is left behind.
+            CheckpointError: on every process, if one of them could not write. Nothing is left behind.
         """
         save = self._save
         if save is None or any_busy:
@@ -152,11 +150,11 @@ class CheckpointWriter:
             save.stopped_seconds += time.perf_counter() - begin
 
     def finish(self) -> bool:
-        """Wait until a save on its way is complete. Returns whether there was one. Raises as `settle`."""
+        """Wait until a save in progress is complete. Return whether there was one. Raises as `settle`."""
         complete = False
         while self._save is not None:
             begin = time.perf_counter()
-            self._wait(self._save)  # `settle` raises what went wrong
+            self._wait(self._save)  # `settle` raises the errors of a save
             self._save.stopped_seconds += time.perf_counter() - begin
             complete = self.settle(any_busy=False)
         return complete
@@ -167,12 +165,11 @@ class CheckpointWriter:
         except TimeoutError:
             raise CheckpointError(
                 f"the checkpoint {save.path} was not written within {self._timeout_seconds / 60:g} minutes "
-                f"(run.save_timeout_minutes): see whether its disk answers, then give the same command again; "
-                f"earlier checkpoints are untouched"
+                f"(run.save_timeout_minutes): check the disk, then run the same command again; earlier checkpoints did not change"
             ) from None
 
     def _publish(self, save: _Save) -> bool:
-        """Start to complete the folder, whose files are all written."""
+        """Start to publish the folder. All files are written."""
         everyone: list[Written] = gather(save.work.result(), self._engine.grid)
         save.is_written = True
         problem = next((written.problem for written in everyone if written.problem), "")
@@ -187,11 +184,11 @@ class CheckpointWriter:
             self.last = Saved(save.step, save.path, time.perf_counter() - save.begin, save.stopped_seconds)
             return True
         if self._engine.grid.is_main:
-            shutil.rmtree(save.aside, ignore_errors=True)
+            shutil.rmtree(save.temporary, ignore_errors=True)
         free = shutil.disk_usage(self._directory).free / 2**30 if self._directory.exists() else math.nan
         raise CheckpointError(
             f"could not write the checkpoint {save.path}: {problem} ({free:.2f} GiB free on that disk). "
-            f"Earlier checkpoints are untouched; free space or set checkpoint.directory elsewhere, then resume"
+            f"Earlier checkpoints did not change; free space or set another checkpoint.directory, then resume"
         )
 
     def _start(self, work: Callable[[], Any]) -> Future[Any]:
@@ -203,23 +200,23 @@ class CheckpointWriter:
             except BaseException as error:
                 done.set_exception(error)
 
-        # A daemon: a run that ends by an error does not wait for it, and half a checkpoint has another name.
+        # A daemon: a run that ends with an error does not wait, and an incomplete checkpoint has a temporary name.
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
         return done
 
-    def _make_room(self, aside: Path) -> str:
+    def _make_folder(self, temporary: Path) -> str:
         if self._engine.grid.is_main:
             try:
                 make_folder(self._directory)
                 for leftover in self._directory.glob(".step_*.writing"):  # of a save that was killed
                     shutil.rmtree(leftover)
-                aside.mkdir()
+                temporary.mkdir()
             except OSError as error:
                 return str(error)
         return ""
 
-    def _copied(self) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Tensor]]]:
-        """Return the pieces of this process, and copies of them by file."""
+    def _copy_pieces(self) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Tensor]]]:
+        """Return the pieces of this process by tensor, and copies of them by file."""
         groups: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
         pieces: dict[str, list[dict[str, Any]]] = {}
         rank = self._engine.grid.rank
@@ -237,7 +234,7 @@ class CheckpointWriter:
         return pieces, groups
 
     def _copy(self, name: str, view: Tensor) -> Tensor:
-        # A copy also on the CPU: safetensors refuses tensors that share memory, and fragments are views of one buffer.
+        # On a CPU too: safetensors refuses tensors that share memory, and fragments are views of one buffer.
         if not self._asynchronous:
             return torch.empty(view.shape, dtype=torch.float32).copy_(view.detach())
         if name not in self._copies:
@@ -246,7 +243,7 @@ class CheckpointWriter:
 
     def _write(
         self,
-        aside: Path,
+        temporary: Path,
         pieces: dict[str, list[dict[str, Any]]],
         groups: Mapping[str, dict[str, Tensor]],
         problem: str,
@@ -254,7 +251,7 @@ class CheckpointWriter:
         files: dict[str, dict[str, Any]] = {}
         try:
             for stem, group in groups.items() if not problem else ():
-                files |= write_file(aside / f"{stem}-{self._engine.grid.rank:05d}.safetensors", group)
+                files |= write_file(temporary / f"{stem}-{self._engine.grid.rank:05d}.safetensors", group)
         except OSError as error:
             problem = str(error)
         return Written(problem, pieces, files)
@@ -265,43 +262,21 @@ class CheckpointWriter:
                 save.manifest["tensors"][name]["pieces"].extend(entries)
             save.manifest["files"] |= written.files
         try:
-            publish(save.aside, save.path, save.manifest, save.config_yaml)
-            self._after_save()
+            publish(save.temporary, save.path, save.manifest, save.config_yaml)
+            if self._keep_last:
+                keep = {step for step in step_folders(self._directory) if self._is_permanent(step)}
+                prune(self._directory, keep_last=self._keep_last, keep=keep)
         except OSError as error:
             return str(error)
         return ""
 
-    def _after_save(self) -> None:
-        """Run on the main process, in the writing thread, when a checkpoint is complete."""
 
-
-def refuse_not_finite(what: str, names: Iterable[Sequence[str]], directory: Path, grid: Grid) -> None:
-    """Raise NotFiniteError on every process where tensors are named; one process looks for the newest healthy checkpoint.
+def refuse_not_finite(what: str, names: Sequence[str], directory: Path, grid: Grid) -> None:
+    """Raise NotFiniteError on every process if tensors are named. Rank 0 searches the newest healthy checkpoint.
 
     Args:
-        names: the same on every process.
+        what: begins the message: "step 3 is not finite".
+        names: the same on every process; a name may repeat.
     """
-    tensors = list(dict.fromkeys(chain.from_iterable(names)))
-    if tensors:
+    if tensors := list(dict.fromkeys(names)):
         raise NotFiniteError(broadcast(str(not_finite_error(what, tensors, directory)) if grid.is_main else "", grid))
-
-
-def _manifest(engine: Engine, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all of the manifest that does not depend on what the processes own."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "finite": True,  # see `CheckpointWriter.save_async`
-        "optimizer_steps": engine.optimizer_state.steps,
-        "state": dict(state),
-        "loss_scale": engine.optimizer_state.loss_scaler,
-        "layout": engine.layout,
-        "versions": versions(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "tensors": {
-            name: {"shape": list(shape), "partition": engine.sharding_specs[name], "pieces": []}
-            for name, shape in engine.parameter_shapes().items()
-        },
-        "files": {},
-    }

@@ -218,10 +218,12 @@ def _does_not_divide(sizes: Mapping[str, int], world_size: int, model: Mapping[s
     product = math.prod(sizes.values())
     named = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     requested = Layout(sizes.get("tensor", 1), sizes.get("pipeline", 1), sizes.get("context", 1))
-    cut_sizes = {key: model[key] for key in ("num_heads", "intermediate_size", "vocab_size") if _count(model.get(key))}
+    sharded_sizes = {
+        key: model[key] for key in ("num_heads", "intermediate_size", "vocab_size") if _count(model.get(key))
+    }
     layers: Any = model.get("num_layers")
-    refused = "" if requested.context > 1 else "not asked for"
-    limits = Limits(cut_sizes, layers if _count(layers) else 1, length if _count(length) else 1 << 30, refused)
+    problem = "" if requested.context > 1 else "not requested"
+    limits = Limits(sharded_sizes, layers if _count(layers) else 1, length if _count(length) else 1 << 30, problem)
     near = nearest_layouts(requested, world_size, limits)
     return Problem(
         ("parallel",),

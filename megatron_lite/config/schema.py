@@ -249,7 +249,7 @@ class Fp16Config(Section):
 
     initial_scale_power: int = Field(default=16, ge=0, le=32, description="Initial loss scale, as a power of 2.")
     scale_window: int = Field(default=1000, ge=1, description="Steps without overflow after which the scale doubles.")
-    hysteresis: int = Field(default=2, ge=1, description="Overflows after which the scale halves.")
+    hysteresis: int = Field(default=2, ge=1, description="Overflows after which the scale is divided by 2.")
     min_scale: float = Field(default=1.0, gt=0, description="Minimum loss scale.")
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep less of the forward pass, compute it again in the backward pass."""
+"""Activation checkpointing: store fewer activations and recompute them in the backward pass."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ def checkpointed(
     parallel: ParallelConfig,
     recompute: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Callable[..., Tensor]:
-    """The layer, or the layer under activation checkpointing (Chen et al. 2016). Only blocks recompute.
+    """Return the call of a layer under activation checkpointing (Chen et al. 2016). Only blocks recompute.
 
-    recompute: the layers' own context in which they do not keep what is cheap to make again, for mode "elementwise"; without
-    it ValueError.
+    recompute: a context in which layers do not store elementwise results. Mode "elementwise" raises ValueError without it.
     """
     mode = mode_of(index, count, parallel)
     if mode == "none":
@@ -40,25 +39,19 @@ def checkpointed(
         return call
     if mode == "full":
         return lambda x, **context: checkpoint(layer, x, use_reentrant=False, **context)
-    # Selective (as torchtitan): matrix products are kept, everything cheap around them is computed again.
-    return lambda x, **context: checkpoint(
-        layer,
-        x,
-        use_reentrant=False,
-        context_fn=_keep_products,
-        **context,
-    )
+    # Selective (as torchtitan): results of matmuls are stored, everything else is recomputed.
+    return lambda x, **context: checkpoint(layer, x, use_reentrant=False, context_fn=_store_matmuls, **context)
 
 
 def mode_of(index: int, count: int, parallel: ParallelConfig) -> str:
-    """The mode of layer `index` of `count`: "none" for the first and the last, the embedding and the head."""
+    """Return the mode of layer `index` of `count`; "none" for the embedding and the head, the first and the last layer."""
     settings = parallel.activation_checkpointing
     if not 0 < index < count - 1:
         return "none"
     return settings.others if (index - 1) % settings.every else settings.mode
 
 
-_PRODUCTS = [
+_MATMULS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -67,11 +60,11 @@ _PRODUCTS = [
 ]
 
 
-class _ProductsAlone(TorchDispatchMode):
-    """Shows one of torch's two modes of selective checkpointing the products and nothing else.
+class _MatmulsOnly(TorchDispatchMode):
+    """Pass only matmuls to one of torch's two modes of selective checkpointing.
 
-    They compare every operation of the second forward pass with the first one's. ZeRO 3 gathers and frees weights in both, and
-    not the same ones: what is there depends on what ran before.
+    These modes compare every operation of the second forward pass with the first. ZeRO 3 gathers and frees different weights
+    in the two passes.
     """
 
     def __init__(self, mode: TorchDispatchMode) -> None:
@@ -83,11 +76,11 @@ class _ProductsAlone(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS:
+        if func in _MATMULS:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
-def _keep_products() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    first, second = create_selective_checkpoint_contexts(_PRODUCTS)
-    return _ProductsAlone(first), _ProductsAlone(second)
+def _store_matmuls() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    first, second = create_selective_checkpoint_contexts(_MATMULS)
+    return _MatmulsOnly(first), _MatmulsOnly(second)

@@ -1,7 +1,6 @@
-"""The blocks of a training step as two CUDA graphs, one forward and one backward: the host starts a graph instead of thousands
-of kernels.
+"""The blocks of a training step as two CUDA graphs, one forward and one backward, instead of thousands of kernel launches.
 
-What is recorded reads its input and the weights, and writes its output and the gradients, at the same addresses every time.
+A graph reads its input and the weights, and writes its output and the gradients, at fixed addresses.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Block = Callable[..., Tensor]
-_EAGER = 2  # calls before the recording: kernels are compiled and chosen, communicators made
+_EAGER = 2  # calls before the capture: they compile and select kernels and create communicators
 
 
 class GraphedBlocks:
-    """`blocks`, (hidden, **context) -> hidden, recorded at the third training call and replayed from then on.
+    """`blocks`, (hidden, **context) -> hidden, captured at the third training call and replayed afterwards.
 
-    Calls with a context, with another shape or dtype, or without gradients run `eager_fallback`. So do all calls if an
-    operation of the blocks waits for a value of the device, which a graph cannot record; a warning says so.
+    Calls with a context, with another shape or dtype, or without gradients run `eager_fallback`. All calls do so, with a
+    warning, if an operation of the blocks synchronises with the host, which a graph cannot capture.
 
     Args:
         eager_fallback: the same function, with every kernel launched by the host.
@@ -38,66 +37,68 @@ class GraphedBlocks:
         self._layers, self._keep_gradients = list(layers), keep_gradients
         self._unsupported = False
         self._like: tuple[torch.Size, torch.dtype] | None = None
-        self._calls = 0  # of this shape and type
-        self._record: _Record | None = None
+        self._calls = 0  # with this shape and dtype
+        self._graphs: _Graphs | None = None
 
     def __call__(self, hidden: Tensor, **context: Tensor) -> Tensor:
         if self._unsupported or context or not (torch.is_grad_enabled() and hidden.requires_grad):
             return self._eager_fallback(hidden, **context)
-        record = self._record
-        if record is not None and record.moved():
-            record = self._record = None
+        graphs = self._graphs
+        if graphs is not None and graphs.has_moved_parameters():
+            graphs = self._graphs = None
         like = (hidden.shape, hidden.dtype)
-        if record is None:
+        if graphs is None:
             self._calls = self._calls + 1 if like == self._like else 1
             self._like = like
             if self._calls <= _EAGER:
-                return self._tried(hidden)
-            record = self._record = self._recorded(hidden)
+                return self._warm_up(hidden)
+            graphs = self._graphs = self._capture(hidden)
         if like != self._like:
             return self._eager_fallback(hidden)
-        return _Replay.apply(record, self._keep_gradients, hidden, *record.parameters)
+        return _Replay.apply(graphs, self._keep_gradients, hidden, *graphs.parameters)
 
-    def _recorded(self, hidden: Tensor) -> _Record:
+    def _capture(self, hidden: Tensor) -> _Graphs:
         try:
-            return _Record(self._blocks, self._layers, hidden)
+            return _Graphs(self._blocks, self._layers, hidden)
         except RuntimeError as error:
             raise RuntimeError(
-                "parallel.cuda_graph = true: the blocks could not be recorded (the cause is above); set it to false"
+                "parallel.cuda_graph = true: the blocks could not be captured (the cause is above); set it to false"
             ) from error
 
-    def _tried(self, hidden: Tensor) -> Tensor:
-        """The blocks, and whether they can be recorded."""
-        before = torch.cuda.get_sync_debug_mode()
+    def _warm_up(self, hidden: Tensor) -> Tensor:
+        """Run the blocks eagerly and detect synchronisation with the host."""
+        previous = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 y = self._blocks(hidden)
             finally:
-                torch.cuda.set_sync_debug_mode(before)
+                torch.cuda.set_sync_debug_mode(previous)
         waits = False
-        for one in caught:
-            waits |= "synchronizing CUDA operation" in str(one.message)
-            if "ynchroniz" not in str(one.message):
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-        # The first call also compiles kernels, which may ask.
+        for warning in caught:
+            waits |= "synchronizing CUDA operation" in str(warning.message)
+            if "ynchroniz" not in str(warning.message):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        # The first call also compiles kernels, which may synchronise.
         if self._calls == _EAGER and waits:
             self._unsupported = True
             warnings.warn(
-                "parallel.cuda_graph = true: a block waits for a number from the device, which a CUDA graph cannot; the blocks "
-                "run without one. Set it to false (MetaLA waits in float32, not with precision.dtype = bf16)",
+                "parallel.cuda_graph = true: a block synchronises with the host, which a CUDA graph cannot capture; the blocks "
+                "run without graphs. Set it to false (MetaLA synchronises in float32, not with precision.dtype = bf16)",
                 stacklevel=2,
             )
         return y
 
 
-class _Record:
+class _Graphs:
+    """The captured forward and backward graph with their input, output and gradients."""
+
     def __init__(self, blocks: Block, layers: Sequence[nn.Module], like: Tensor) -> None:
         self.x = like.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
-        # Other threads, such as the one that watches NCCL, may ask the device things that a recording thread may not.
+        # Other threads, such as NCCL's watchdog, may use calls that the capturing thread may not.
         options: dict[str, Any] = {"pool": pool, "capture_error_mode": "thread_local"}
         with _aliased(layers) as pairs:
             self.parameters = [parameter for parameter, _ in pairs]
@@ -110,15 +111,14 @@ class _Record:
         self.y = y.detach()
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
-    def moved(self) -> bool:
-        """Whether a parameter lies elsewhere than the recording reads it."""
+    def has_moved_parameters(self) -> bool:
+        """Return whether a parameter is at another address than at the capture."""
         return self._addresses != [parameter.data_ptr() for parameter in self.parameters]
 
 
 @contextmanager
 def _aliased(layers: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
-    """Have the modules read aliases of their parameters: gradients of parameters are accumulated on streams that are not being
-    recorded."""
+    """Let the modules read aliases of their parameters: gradients of parameters accumulate on streams outside the capture."""
     aliases: dict[int, Tensor] = {}
     pairs: list[tuple[nn.Parameter, Tensor]] = []
     changed: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -141,18 +141,18 @@ def _aliased(layers: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Parameter, T
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, record: _Record, keep_gradients: bool, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.record, ctx.keep_gradients = record, keep_gradients
-        record.x.detach().copy_(hidden)
-        record.forward.replay()
-        return record.y.detach()
+    def forward(ctx: Any, graphs: _Graphs, keep_gradients: bool, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.graphs, ctx.keep_gradients = graphs, keep_gradients
+        graphs.x.detach().copy_(hidden)
+        graphs.forward.replay()
+        return graphs.y.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        record = ctx.record
-        record.dy.copy_(gradient)
-        record.backward.replay()
-        first, *rest = record.gradients
+        graphs = ctx.graphs
+        graphs.dy.copy_(gradient)
+        graphs.backward.replay()
+        first, *rest = graphs.gradients
         of_parameters = [None if g is None else g.clone() if ctx.keep_gradients else g.detach() for g in rest]
         return None, None, first.detach(), *of_parameters

@@ -1,6 +1,7 @@
-"""DeepSpeed's configuration and import, with what it does silently wrong or needlessly slowly put right.
+"""DeepSpeed's configuration and import, with fixes of silent errors and of slow starts.
 
-Its bf16 optimizer: `megatron_lite.optim.bf16_optimizer`."""
+`megatron_lite.optim.bf16_optimizer` patches its bf16 optimizer.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ def deepspeed_config(
     parallel: ParallelConfig,
     precision: PrecisionConfig,
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given for these layers in this layout; accumulation: micro batches of a step on a rank."""
+    """Return the configuration for `deepspeed.initialize`. accumulation: micro-batches per step on this rank."""
     parameters = sum(p.numel() for layer in layers for p in layer.parameters())
-    # The default bucket is a buffer of 5e8 elements, gigabytes that a small model does not need; odd sizes are refused.
+    # The default bucket of 5e8 elements takes gigabytes, which a small model does not need. DeepSpeed refuses odd sizes.
     bucket = min(500_000_000, -(-max(parameters, 1) // 1024) * 1024)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -43,10 +44,10 @@ def deepspeed_config(
         "steps_per_print": sys.maxsize,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        # It has the host wait for the device before every forward pass and after every step.
+        # The timer synchronises with the device before every forward pass and after every step.
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {
-            # Stage 0 clips wrongly in pipelines and starts bf16 with a dummy step; stage 1 costs nothing more.
+            # Stage 0 clips wrongly in pipelines and starts bf16 with a dummy step. Stage 1 costs no more.
             "stage": max(1, parallel.zero_stage),
             "overlap_comm": grid.device.type == "cuda",
             "reduce_bucket_size": bucket,
@@ -54,19 +55,17 @@ def deepspeed_config(
         },
     }
     if grid.pipe_size > 1:
-        # The defaults cut activations over the tensor group between stages: with sequence parallelism, a wrong loss.
+        # By default activations are sharded over the tensor group between stages: a wrong loss with sequence parallelism.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, "activation_checkpoint_interval": 0}
     if dtype == "bf16":
-        # check_grad_overflow: a NaN gradient must skip the step here as it does in fp16 and float32.
+        # check_grad_overflow: a NaN gradient skips the step, as in fp16 and float32.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         if precision.optimizer_state == "bf16":
             config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-            # With float32 sums of gradients, ZeRO 1 takes another optimizer, which keeps float32 and does not say so.
+            # With float32 gradient accumulation, ZeRO 1 silently uses another optimizer, with float32 state.
             config["data_types"] = {"grad_accum_dtype": "bf16"}
-            if (
-                grid.replicas == 1 and parallel.zero_stage < 3
-            ):  # nothing to reduce, so that buckets to reduce in are memory lost
+            if grid.replicas == 1 and parallel.zero_stage < 3:  # without a reduction the buckets only use memory
                 config["zero_optimization"] |= {"overlap_comm": False, "contiguous_gradients": False}
     elif dtype == "fp16":
         scale = precision.fp16
@@ -83,9 +82,9 @@ def deepspeed_config(
 
 
 def import_deepspeed() -> Any:
-    """The module deepspeed, put right and initialised for this process's group; it may be called again."""
+    """Import deepspeed, apply the fixes, initialise its process group and return the module. May be called again."""
     warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
-    # Its hooks start collectives inside the backward pass, through which no gradient is to flow.
+    # DeepSpeed's hooks start collectives inside the backward pass, which need no gradient.
     warnings.filterwarnings(
         "ignore", message=r".*c10d::\w+: an autograd kernel was not registered", category=UserWarning
     )
@@ -93,30 +92,30 @@ def import_deepspeed() -> Any:
         warnings.simplefilter("ignore")
         import deepspeed
         import deepspeed.accelerator.cuda_accelerator
-    # While it builds a bf16 optimizer it collects garbage several times, to print the memory in use. What was imported
-    # lives as long as the process: without it a start is a second faster, and so are later collections.
+    # DeepSpeed collects garbage several times while it builds a bf16 optimizer. Imported objects live as long as the process;
+    # freezing them makes a start a second faster.
     if not gc.get_freeze_count():
         gc.freeze()
-    # Its warnings at every skipped step are the trainer's to tell.
+    # The trainer reports skipped steps itself.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start (a minute). Training
-    # never calls it. (`import deepspeed.comm.torch as x` would bind the real torch, hence sys.modules.)
+    # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start, for a minute. Training does not
+    # call it. (`import deepspeed.comm.torch as x` would bind the real torch, hence sys.modules.)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    # It looks for Muon at every start, whose module loads torch's compiler: a third of the time of a start. It is not here.
+    # DeepSpeed imports Muon at every start, which loads torch's compiler: a third of the time of a start. A stub replaces it.
     muon: Any = ModuleType("deepspeed.runtime.zero.muon.original_muon")
     muon.MuonWithAuxAdam, muon.muon_update, muon.adam_update = type("MuonWithAuxAdam", (), {}), None, None
     sys.modules.setdefault(muon.__name__, muon)
-    # It asks NVML about the device whose number is in CUDA_VISIBLE_DEVICES, where schedulers put UUIDs (GPU-..., MIG-...).
+    # DeepSpeed queries NVML with the number in CUDA_VISIBLE_DEVICES, where schedulers put UUIDs (GPU-..., MIG-...).
     sys.modules["deepspeed.accelerator.cuda_accelerator"].CUDA_Accelerator.available_memory = _free_memory  # type: ignore[attr-defined]
-    # ZeRO 3 replaces functional.linear by a function that adds the bias in place. Selective activation checkpointing
-    # has kept that very tensor, so the recomputation would add the bias twice: wrong gradients as soon as biases move.
+    # ZeRO 3 replaces functional.linear by a function that adds the bias in place. Selective activation checkpointing has
+    # stored that tensor, so the recomputation would add the bias twice.
     sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
 
 def share_weights(zero: Any) -> None:
-    """Where ZeRO 1 or 2 keeps its part of the weights twice in bf16, the model's and the master weights, have both be one."""
+    """Let the master weights of ZeRO 1 and 2 in bf16 share memory with the model's weights, which are equal."""
     if not getattr(zero, "bf16_master_weights_and_gradients", False) or not hasattr(zero, "bit16_groups"):
         return
     masters = zero.single_partition_of_fp32_groups
@@ -132,15 +131,15 @@ def share_weights(zero: Any) -> None:
 
 
 def restore_linear() -> None:
-    """Undo what ZeRO 3 leaves behind in the process, so that the next engine computes what it would compute alone."""
+    """Restore torch's linear, which ZeRO 3 has replaced, for the next engine of this process."""
     torch.nn.functional.linear = _TORCH_LINEAR
 
 
 def _free_memory(_accelerator: Any, device_index: int | None = None) -> int:
-    """Bytes that CUDA has left on one of its devices, None for the current one."""
+    """Return the free bytes of a CUDA device; None is the current one."""
     return torch.cuda.mem_get_info(device_index)[0]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    product = x.matmul(weight.t())
-    return product if bias is None else product + bias
+    y = x.matmul(weight.t())
+    return y if bias is None else y + bias

@@ -1,6 +1,6 @@
-"""From a list of layers to a DeepSpeed engine: one training step, one evaluation step, and the pieces of its state.
+"""Build a DeepSpeed engine from a list of layers; run its training and evaluation steps.
 
-The rest of the trainer sees only `Engine`.
+The rest of the trainer uses only `Engine`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from megatron_lite.planning.memory import Setting
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step did.
+    """Result of one training step.
 
     Attributes:
-        loss: sum(weight * nll) / sum(weight) over all micro batches and data ranks, nats a token; NaN where no token has a
-            weight.
-        gradient_norm: global L2 norm before clipping; infinite when the step was skipped for a non-finite gradient.
-        skipped: the parameters were left alone.
+        loss: sum(weight * nll) / sum(weight) over all micro-batches and data ranks, nats per token; NaN if all weights are 0.
+        gradient_norm: global L2 norm before clipping; infinite if the step was skipped for a non-finite gradient.
+        skipped: the parameters did not change.
         loss_scale: 1 unless fp16.
-        by_source: for every source of the text (sum of weight * nll, sum of weight); empty unless asked for.
+        by_source: (sum of weight * nll, sum of weight) per source of the text; empty without `num_sources`.
         accuracy: weight of the correctly predicted tokens / total weight; None unless the engine counts them.
     """
 
@@ -55,9 +54,11 @@ class StepResult:
     accuracy: float | None = None
 
 
-class Evaluated(NamedTuple):
-    """Sums over the micro batches of all data ranks: of weight * nll, of the weight, and of the weight of the correctly
-    predicted tokens (None unless the engine counts them)."""
+class EvaluationSums(NamedTuple):
+    """Sums over the micro-batches of all data ranks: weight * nll, weight, and weight of the correctly predicted tokens.
+
+    `num_correct` is None unless the engine counts them.
+    """
 
     nll: float
     weight: float
@@ -65,24 +66,23 @@ class Evaluated(NamedTuple):
 
 
 class Engine:
-    """A model under DeepSpeed: tensor and sequence parallelism by our own cut, pipelines by its 1F1B engine with ZeRO
-    1, anything else by its plain engine with ZeRO 1 to 3.
+    """A model under DeepSpeed. Pipelines use its 1F1B engine with ZeRO 1; all other layouts its plain engine with ZeRO 1 to 3.
 
     Args:
         specs: the layers, in order.
         build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
         dtype: "bf16", "fp16" or "fp32".
-        sequence_length: of the samples, to share the layers out over the stages by what they cost.
-        context_parallel: a context in which the layers treat their inputs as the local shard of a sequence; needed with
+        sequence_length: tokens per sample. The cost of each layer depends on it, and pipeline stages get equal costs.
+        context_parallel: a context in which the layers treat their inputs as the local shard of a sequence; required by
             context parallelism.
-        recompute: a context in which the layers recompute elementwise results instead of keeping them; needed with
+        recompute: a context in which the layers recompute elementwise results instead of storing them; required by
             activation checkpointing of mode "elementwise".
         count_correct: also count correctly predicted tokens, in training and evaluation.
-        predicted_fraction: of the tokens at which a token is to be predicted, for what the last layer costs.
+        predicted_fraction: fraction of the positions that have a label; the cost of the last layer depends on it.
 
     Attributes:
-        model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
-        layers: the layers of this process's stage, cut.
+        model: all layers at full width on the device "meta", for counting.
+        layers: the sharded layers of this process's stage.
         sharding_specs: sharding spec of every parameter of the model, by canonical name.
         optimizer_state: master weights, moments and loss scale of this process.
     """
@@ -132,7 +132,6 @@ class Engine:
             no_weight_decay=optimizer.no_weight_decay,
             filler=filler,
         )
-        # The bf16 optimizer adds gradients to its sums after every backward pass; others keep them.
         setting = Setting(dtype, parallel.zero_stage, grid.replicas, optimizer_state=precision.optimizer_state)
         calls = parallelize(
             shard.layers,
@@ -154,7 +153,7 @@ class Engine:
             parallel=parallel,
             precision=precision,
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints memory statistics while it builds
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory statistics
             model, unit = self._module(calls)
             if any(parameter is filler for group in client.param_groups for parameter in group["params"]):
                 model.register_parameter("filler", filler)
@@ -176,25 +175,25 @@ class Engine:
         should_skip: Callable[[float], bool] | None = None,
         num_sources: int = 0,
     ) -> StepResult:
-        """Do one optimizer step over this process's micro batches; return its loss and gradient norm.
+        """Run one optimizer step over this process's micro-batches; return its loss and gradient norm.
 
         Args:
-            micro_batches: any number of them, the same on every process.
+            micro_batches: the same number on every process.
             lr: the learning rate of this step.
-            should_skip: called with the step's loss before the update; True skips the update, as a non-finite gradient does.
-            num_sources: above 0, the loss is told apart by `source` of the batches, int64 like the labels.
+            should_skip: called with the loss before the update; True skips the update, as a non-finite gradient does.
+            num_sources: above 0, also compute the loss per `source` of the batches, int64 of the labels' shape.
         """
         self.optimizer_state.set_learning_rate(lr)
-        self._accumulate(len(micro_batches))
-        batches = [self._own_part(batch) for batch in micro_batches]
-        # Before they are on the device, which may still be at the last update.
+        self._set_accumulation(len(micro_batches))
+        batches = [self._local_shard(batch) for batch in micro_batches]
+        # Summed on the host: the device may still compute the previous update.
         (weight,) = all_reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in batches)], self.grid)
         if num_sources:
             batches = [with_loss_weight_grad(self._to_device(batch)) for batch in batches]
-        # DeepSpeed averages over micro batches and replicas. Undoing that here makes the loss sum(weight * nll) over
-        # the global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
+        # DeepSpeed averages over micro-batches and replicas. This factor undoes it, so that the loss is sum(weight * nll) over
+        # the global sum(weight) in every layout. A micro-batch without weight then adds zero instead of NaN.
         scale = self.accumulation * self.grid.replicas / max(weight, 1e-30)
-        if not self._engine.module.training:  # telling every module takes a while
+        if not self._engine.module.training:  # `train` visits every module, which takes time
             self._engine.train()
         loss, num_correct, invalid, scaler = math.nan, 0.0, False, self.optimizer_state.loss_scaler
         if self._num_correct is not None:
@@ -202,9 +201,7 @@ class Engine:
 
         def decide(sums: Callable[[], list[float]]) -> None:
             nonlocal loss, num_correct, invalid
-            loss, num_correct = (
-                value / (weight or math.nan) for value in sums()
-            )  # no loss where no token is asked for
+            loss, num_correct = (value / (weight or math.nan) for value in sums())
             invalid = should_skip is not None and should_skip(loss)
             if invalid:
                 self.optimizer_state.mark_step_invalid()
@@ -218,13 +215,13 @@ class Engine:
                 nll = self._engine(self._to_device(batch))
                 total += nll.detach()
                 last = index == len(batches) - 1
-                # Fetched as soon as the loss is there: the host goes on while the device is at the backward pass.
+                # The copy to the host starts before the backward pass, so that the host does not wait for that pass.
                 sums = self._sums(total) if last else None
                 self._engine.backward(nll * scale)
                 if sums is not None:
                     decide(sums)
                 self._engine.step()
-        if invalid:  # no overflow: the loss scale stays
+        if invalid:  # not an overflow, so the loss scale stays
             self.optimizer_state.loss_scaler = scaler
         skipped = not self._engine.was_step_applied()
         norm = self._engine.get_global_grad_norm()
@@ -250,49 +247,48 @@ class Engine:
                 tensor.sequence = sequence
             self._engine.train()
 
-    def evaluate(self, micro_batches: Iterable[Batch]) -> Evaluated:
-        """Return sums over the micro batches of all data ranks."""
-        self._take_num_correct()
-        nll, weight = self._evaluate_own(micro_batches)
-        nll, weight, num_correct = all_reduce_sum([nll, weight, self._take_num_correct()], self.grid)
-        return Evaluated(nll, weight, None if self._num_correct is None else num_correct)
+    def evaluate(self, micro_batches: Iterable[Batch]) -> EvaluationSums:
+        """Return sums over the micro-batches of all data ranks."""
+        self._pop_num_correct()
+        nll, weight = self._evaluate_local(micro_batches)
+        nll, weight, num_correct = all_reduce_sum([nll, weight, self._pop_num_correct()], self.grid)
+        return EvaluationSums(nll, weight, None if self._num_correct is None else num_correct)
 
     def recompute(self, micro_batches: Sequence[Batch]) -> tuple[bool, bool]:
-        """Compute the losses of the last step's micro-batches of this process once more; every process calls it.
+        """Recompute the loss of the last step's micro-batches of this process. Every process calls it; training is unaffected.
 
         Returns:
-            whether their sum was finite in the step, and whether it is now. Without effect on training.
+            whether the summed loss was finite in the step, and whether the recomputed one is.
         """
         first = math.isfinite(self._nll.item())
-        nll, _ = self._evaluate_own(micro_batches)
+        nll, _ = self._evaluate_local(micro_batches)
         return first, math.isfinite(nll)
 
-    def _evaluate_own(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:
+    def _evaluate_local(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:
         """Return sums of weight * nll and of the weight over this process's micro-batches, in evaluation mode."""
         self._engine.eval()
         nll = weight = 0.0
         with torch.no_grad():
-            for batch in map(self._own_part, micro_batches):
+            for batch in map(self._local_shard, micro_batches):
                 weight += batch["loss_weight"].double().sum().item()
                 batch = self._to_device(batch)
-                nll += (
-                    self._engine(batch) if self._stage is None else self._stage.evaluate(self._engine, batch)
-                ).item()
+                loss = self._engine(batch) if self._stage is None else self._stage.evaluate(self._engine, batch)
+                nll += loss.item()
         self._engine.train()
         return nll, weight
 
     def measure_step_seconds(self, micro_batches: Sequence[Batch]) -> float:
-        """Return seconds that a training step of these micro batches takes here, without changing any weight."""
+        """Return the seconds per training step with these micro-batches. The weights do not change."""
         times: list[float] = []
         while len(times) < 4 or sum(times[2:]) < 3.0:
             start = time.perf_counter()
             self.train_step(micro_batches, lr=0.0, should_skip=lambda _: True)
             times.append(time.perf_counter() - start)
-        return statistics.median(times[2:])  # the first ones allocate, and compile what this machine has not run before
+        return statistics.median(times[2:])  # the first two allocate and compile
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Return sizes of the parallel dimensions, ZeRO stage and number format, as a checkpoint records them."""
+        """Return the parallel sizes, ZeRO stage and dtype, as a checkpoint records them."""
         grid = self.grid
         return {
             "world_size": grid.world_size,
@@ -305,7 +301,7 @@ class Engine:
         }
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Canonical name to full shape of every parameter of the model, a tied one once."""
+        """Return the full shape of every parameter of the model by canonical name, a tied one once."""
         return dict(self._shard.shapes)
 
     def close(self) -> None:
@@ -313,8 +309,7 @@ class Engine:
         self._engine.destroy()
         import deepspeed
 
-        # DeepSpeed hangs methods of a parameter on the parameter itself. Such a circle is never collected, and with it
-        # go weights and float32 gradients.
+        # DeepSpeed stores bound methods on parameters. This reference cycle would keep weights and float32 gradients in memory.
         for _, parameter, _ in self._shard.named_parameters():
             for name, value in list(vars(parameter).items()):
                 if getattr(value, "__self__", None) is parameter:
@@ -324,7 +319,7 @@ class Engine:
         restore_linear()
 
     def _module(self, calls: Mapping[int, Callable[..., Tensor]]) -> tuple[nn.Module, Any]:
-        """Return what DeepSpeed wraps, and its "model parallel unit" where that is not the module's own."""
+        """Return the module for DeepSpeed, and its "mpu" unless the module has its own."""
         self._stage: Any = None
         if self.grid.pipe_size > 1:
             from megatron_lite.engine.pipeline_stage import Stage
@@ -339,27 +334,25 @@ class Engine:
             unit = model_parallel_unit(self.grid)
         return Sequential(self.layers, list(calls.values())), unit
 
-    def _accumulate(self, micro_batches: int) -> None:
-        """Have so many micro batches make a step: a batch may grow during a run."""
+    def _set_accumulation(self, micro_batches: int) -> None:
+        """Set the micro-batches per step, which a batch ramp changes during a run."""
         if micro_batches != self.accumulation:
             self.accumulation = micro_batches
             ranks = self._engine.dp_world_size
             self._engine.set_train_batch_size(micro_batches * self._engine.train_micro_batch_size_per_gpu() * ranks)
-            self._engine.micro_steps = 0  # DeepSpeed counts to the end of a step by the remainder
+            self._engine.micro_steps = 0  # a step ends when this counter is a multiple of the accumulation
 
-    def _own_part(self, batch: Batch) -> Batch:
-        """Return the part of a micro batch that this process computes: all of it, or its local shard of the sequence."""
+    def _local_shard(self, batch: Batch) -> Batch:
         return batch if self._context is None else local_shard(batch, self._context)
 
     def _sums(self, nll: Tensor) -> Callable[[], list[float]]:
-        """Begin to sum nll, a float64 scalar, and the weight of the correct predictions over the replicas, and to fetch
-        them."""
+        """Start to sum nll, a float64 scalar, and the weight of the correct predictions over the replicas."""
         self._nll = nll.detach().clone()
         num_correct = torch.zeros_like(nll) if self._num_correct is None else self._num_correct
         return all_reduce_async(torch.stack([nll, num_correct]), self.grid)
 
-    def _take_num_correct(self) -> float:
-        """Return the weight of this process's correct predictions since the last call; 0 if they are not counted."""
+    def _pop_num_correct(self) -> float:
+        """Return the weight of this process's correct predictions since the last call; 0 if it is not counted."""
         if self._num_correct is None:
             return 0.0
         value = self._num_correct.item()

@@ -1,4 +1,4 @@
-"""The layers of the model that this process holds, built whole from a seed, then cut and tied; its parameters by name."""
+"""The layers that this process holds: built at full width from a seed, then sharded and tied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_lite.planning.flops import forward_flops
 
 
 class LayerSpec(Protocol):
-    """One layer of the model, not built yet: a canonical name, how to build it, and whose weight it shares."""
+    """One layer of the model before it is built: its canonical name, and the layer whose weight it shares."""
 
     @property
     def name(self) -> str: ...
@@ -29,18 +29,16 @@ class LayerSpec(Protocol):
 
 
 class ModelShard:
-    """The layers of this process's pipeline stage, cut to its part of the tensor group.
+    """The layers of this process's pipeline stage, sharded over its tensor-parallel group.
 
     Args:
-        specs: the layers of the model, in order.
-        build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
-        sequence_length, predicted_fraction: what the layers' costs depend on, by which they are shared out over the stages.
+        specs, build_layer, sequence_length, predicted_fraction: as in `Engine`.
 
     Attributes:
-        model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
+        model: all layers at full width on the device "meta".
         bounds: first layer of every stage, and one past the last.
         layers: index in the model -> layer, of this stage.
-        tensor: the processes that share these layers; None where each is whole.
+        tensor: the processes that share these layers; None without tensor parallelism.
         tied: name of a layer -> name of the layer whose `weight` it shares.
         shapes, sharding_specs: full shape and sharding spec of every parameter of the model by canonical name, a tied one once.
 
@@ -71,7 +69,7 @@ class ModelShard:
                 grid.tensor_rank,
                 grid.tensor_size,
                 sequence=parallel.sequence_parallel,
-                products_kept=parallel.activation_checkpointing.mode == "selective",
+                stores_matmuls=parallel.activation_checkpointing.mode == "selective",
             )
         self.layers: dict[int, Any] = {}
         for index in range(self.bounds[grid.pipe_rank], self.bounds[grid.pipe_rank + 1]):
@@ -85,7 +83,7 @@ class ModelShard:
                 self._by_name[name].weight = self._by_name[tied_to].weight
 
     def named_parameters(self) -> Iterator[tuple[str, Any, bool]]:
-        """(canonical name, parameter, whether it is the first copy) of this stage's parameters, a shared one once."""
+        """Yield (canonical name, parameter, whether it is the first copy) of this stage's parameters, a shared one once."""
         seen: set[int] = set()
         for prefix, layer in self._by_name.items():
             for key, parameter in layer.named_parameters():
@@ -95,18 +93,18 @@ class ModelShard:
                     yield f"{self.tied[prefix] if copy else prefix}.{key}", parameter, not copy
 
     def parameters_with_kind(self) -> list[tuple[nn.Parameter, str]]:
-        """This stage's parameters, each with its kind, which decides its weight decay."""
+        """Return this stage's parameters, each with its kind, which decides its weight decay."""
         return [(parameter, self._kinds[name]) for name, parameter, _ in self.named_parameters()]
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
-        """This stage's parameters, each with its part of the full tensor."""
+        """Yield this stage's parameters, each with its part of the full tensor."""
         rank, size = self._grid.tensor_rank, self._grid.tensor_size
         for name, parameter, first in self.named_parameters():
             shard = shard_of(self.sharding_specs[name], self.shapes[name], rank, size)
             yield ShardedParameter(name, parameter, shard, primary=first and (shard.count > 1 or rank == 0))
 
     def _describe(self, specs: Sequence[LayerSpec]) -> None:
-        """Shapes, sharding specs and kinds of every parameter of the model, by canonical name."""
+        """Set the shape, sharding spec and kind of every parameter of the model, by canonical name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.sharding_specs: dict[str, ShardingSpec] = {}
         self._kinds: dict[str, str] = {}

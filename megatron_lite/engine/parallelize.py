@@ -1,13 +1,13 @@
-"""Everything that is wrapped around the layers of a model, from the inside out.
+"""Everything that is wrapped around the layers of a model, from the inside out:
 
-    build       at full width, from the layer's own seed                 ModelShard
-    shard       over the tensor-parallel group                           shard_and_fuse
-    fuse        projections of one input, one autograd node              shard_and_fuse
-    compile     torch.compile of each block                              parallelize
-    context     the inputs are a local shard of the sequence             parallelize
-    recompute   activations, elementwise, selective or whole blocks      parallelize
-    overlap     two halves of a micro-batch through all blocks           parallelize
-    graph       all blocks of a micro-batch as one CUDA graph            parallelize
+- build: at full width, from the layer's seed (`ModelShard`);
+- shard: over the tensor-parallel group (`shard_and_fuse`);
+- fuse: projections of one input, in one autograd node (`shard_and_fuse`);
+- compile: each block with torch.compile (`parallelize`, as all that follows);
+- context: the inputs are a local shard of the sequence;
+- recompute: activations, elementwise, selective or whole blocks;
+- overlap: two chunks of a micro-batch through all blocks;
+- graph: all blocks of a micro-batch as one CUDA graph.
 
 DeepSpeed's engine, which reduces gradients and shards the optimizer, is wrapped around the result (`engine.py`).
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.activation_checkpointing import checkpointed
 from megatron_lite.engine.cuda_graph import GraphedBlocks
-from megatron_lite.engine.sequential import one_after_another
+from megatron_lite.engine.sequential import chain
 from megatron_lite.engine.tensor_overlap import MicroBatchOverlap, overlap_parts
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
 from megatron_lite.parallel.fused_projections import fuse_projections
@@ -41,7 +41,7 @@ def shard_and_fuse(layer: nn.Module, tensor: TensorGroup | None, parallel: Paral
     """
     if tensor is not None:
         shard_layer(layer, tensor)
-    # ZeRO 3 gathers the weights of a module when it is called, and torch.compile makes kernels of its own.
+    # ZeRO 3 gathers the weights of a module when it is called, and torch.compile fuses by itself.
     if parallel.zero_stage < 3 and not parallel.compile:
         fuse_projections(layer, tensor)
 
@@ -57,7 +57,7 @@ def parallelize(
     keep_gradients: bool,
     device: torch.device,
 ) -> dict[int, Call]:
-    """Return the layers of this rank as they are called in a training step, by index.
+    """Return the calls of this rank's layers in a training step, by index.
 
     With overlap or a CUDA graph all blocks are one call, under the index of the first.
 
@@ -78,14 +78,14 @@ def parallelize(
 
     calls: dict[int, Call] = {}
     for index, layer in layers.items():
-        # Context parallelism inside recomputation: a layer is computed again in a thread of the backward pass.
+        # Context parallelism inside recomputation, because the backward pass recomputes a layer in another thread.
         call = _on_local_shard(layer, context_group, context_parallel)
         calls[index] = checkpointed(call, index, count, parallel, recompute)
 
     graph = parallel.cuda_graph and device.type == "cuda"
     if not blocks or not (parallel.tensor_overlap or graph):
         return calls
-    together = eager = one_after_another([calls[index] for index in blocks])
+    together = eager = chain([calls[index] for index in blocks])
     if parallel.tensor_overlap:
         together = MicroBatchOverlap(
             [overlap_parts(block, index, count, parallel, recompute) for index, block in blocks.items()],

@@ -1,8 +1,7 @@
-"""Pipeline parallelism: consecutive layers on different processes, under DeepSpeed's 1F1B schedule (Narayanan et al.
-2021, arXiv 2104.04473).
+"""Pipeline parallelism: consecutive layers on different processes, with DeepSpeed's 1F1B schedule.
 
-Only activations travel between stages. Every process of a data rank reads the same samples, so that labels, masks and
-document boundaries are at hand on each stage, in the order in which its micro batches come by.
+Narayanan et al. 2021, arXiv 2104.04473. Stages exchange only activations. All stages of a data rank read the same samples, so
+each stage has the labels, masks and document boundaries of its micro-batches.
 """
 
 from __future__ import annotations
@@ -17,26 +16,25 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from megatron_lite.engine.sequential import asked_for
+from megatron_lite.engine.sequential import Batch, block_inputs, chain, head_inputs
 from megatron_lite.parallel.grid import Grid
 
 
 def topology(grid: Grid) -> PipeModelDataParallelTopology:
-    """The grid in DeepSpeed's words, which has data ranks where this project has data and context ranks."""
+    """Return DeepSpeed's topology of the grid. Its data ranks are this project's data and context ranks."""
     return PipeModelDataParallelTopology(num_pp=grid.pipe_size, num_mp=grid.tensor_size, num_dp=grid.replicas)
 
 
 def model_parallel_unit(grid: Grid) -> PipelineParallelGrid:
-    """What DeepSpeed's engine without pipeline asks for the groups of tensor parallelism ("mpu")."""
+    """Return the "mpu" that gives DeepSpeed's engine without pipeline its tensor-parallel groups."""
     return PipelineParallelGrid(topology=topology(grid))
 
 
 class Stage(PipelineModule):
-    """This process's layers.
+    """The layers of one stage, for DeepSpeed's pipeline engine.
 
     Args:
-        layers: index -> layer of this stage, already cut; calls: the same as they are called, under activation
-            checkpointing.
+        layers: index -> sharded layer of this stage. calls: from `parallelize`.
         bounds: as `layout.stage_bounds`.
         tied: the first and the last layer share `weight`.
     """
@@ -59,20 +57,20 @@ class Stage(PipelineModule):
         super().__init__(entries, topology=topology(grid))
         self._is_last = grid.is_last_stage
         self._calls = list(calls.values())
-        self._batches: deque[Mapping[str, Tensor]] = deque()
+        self._batches: deque[Batch] = deque()
         self._scale = 1.0
         self._shape: torch.Size | None = None
         self._nll = torch.zeros((), dtype=torch.float64, device=grid.device)
         if tied and self._is_last:
-            # DeepSpeed leaves every parameter of the tied layer out of the norm here, its own norm's weights too.
+            # DeepSpeed excludes every parameter of the tied layer from the gradient norm, even those that are not tied.
             for name, parameter in layers[count - 1].named_parameters():
                 parameter.ds_pipe_replicated = name == "weight"  # type: ignore[attr-defined]
 
-    def train_step(
-        self, engine: Any, batches: Sequence[Mapping[str, Tensor]], scale: float, decide: Callable[[Tensor], None]
-    ) -> None:
-        """One step of the schedule. The loss of a micro batch is scale * sum(weight * nll); `decide` is called with the
-        summed nll of this process when the gradients are complete and the weights not yet changed."""
+    def train_step(self, engine: Any, batches: Sequence[Batch], scale: float, decide: Callable[[Tensor], None]) -> None:
+        """Run one step of the schedule. The loss of a micro-batch is scale * sum(weight * nll).
+
+        decide: called with the summed nll of this process after the backward passes and before the update.
+        """
 
         def optimizer_step(engine: Any, **options: Any) -> None:
             decide(self._nll)
@@ -81,31 +79,29 @@ class Stage(PipelineModule):
         engine._INSTRUCTION_MAP = {**type(engine)._INSTRUCTION_MAP, OptimizerStep: optimizer_step}
         self._feed(engine, batches, scale)
         engine.train_batch(iter([(batch["tokens"], batch["labels"]) for batch in batches]))
-        # DeepSpeed keeps its last instruction: with `decide` it would hold the trainer's engine, of which it is a part.
+        # DeepSpeed keeps its last instruction. With `decide` that would be a reference cycle with the trainer's engine.
         del engine._INSTRUCTION_MAP, engine._exec_instr
 
-    def evaluate(self, engine: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """sum(weight * nll) of one micro batch; zero on all stages but the last."""
+    def evaluate(self, engine: Any, batch: Batch) -> Tensor:
+        """Return sum(weight * nll) of one micro-batch; zero on all stages except the last."""
         self._feed(engine, [batch], 1.0)
         engine.eval_batch(iter([(batch["tokens"], batch["labels"])]), bcast_loss=False, num_micro_batches=1)
         return self._nll
 
-    def _feed(self, engine: Any, batches: Sequence[Mapping[str, Tensor]], scale: float) -> None:
+    def _feed(self, engine: Any, batches: Sequence[Batch], scale: float) -> None:
         shape = batches[0]["tokens"].shape
-        if shape != self._shape:  # it keeps the shapes of what it sends and receives
+        if shape != self._shape:  # DeepSpeed caches the shapes that it sends and receives
             engine.reset_activation_shape()
         self._batches, self._scale, self._shape = deque(batches), scale, shape
         self._nll.zero_()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The next micro batch through this stage. `hidden` is its tokens on the first stage."""
+        """Apply this stage to the next micro-batch. `hidden` holds its tokens on the first stage."""
         batch = self._batches.popleft()
-        context: dict[str, Any] = {key: batch[key] for key in ("mask", "cu_seqlens") if key in batch}
-        for call in self._calls[:-1]:
-            hidden = call(hidden, **context)
         if not self._is_last:
-            return self._calls[-1](hidden, **context)
-        nll = self._calls[-1](hidden, **asked_for(batch))
+            return chain(self._calls)(hidden, **block_inputs(batch))
+        hidden = chain(self._calls[:-1])(hidden, **block_inputs(batch))
+        nll = self._calls[-1](hidden, **head_inputs(batch))
         self._nll += nll.detach()
         return nll * self._scale
 
@@ -115,7 +111,7 @@ class Stage(PipelineModule):
 
 
 class _Tied(TiedLayerSpec):
-    """A layer that is built already and shares its `weight` with the layer at the other end."""
+    """A layer that exists already and shares its `weight` with the layer at the other end."""
 
     def __init__(self, layer: nn.Module | None) -> None:
         super().__init__("tied", nn.Module, tied_weight_attr=["weight"])

@@ -11,9 +11,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:
-    """ "bf16" or "fp32", whichever does this model's matrix products faster here; always bf16 on CUDA.
+    """Return "bf16" or "fp32", the faster one for matmuls of this model's size; always bf16 on CUDA.
 
-    Measured, because a CPU without bf16 instructions emulates them many times slower than float32.
+    It is measured, because a CPU without bf16 instructions emulates them many times slower than float32.
     """
     if device.type == "cuda":
         return "bf16"

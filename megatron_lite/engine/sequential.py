@@ -1,4 +1,4 @@
-"""Layers one after another on one process, and what the last of them is told; a pipeline's stages go the same way."""
+"""Layers applied in order. One process holds all of them in `Sequential`; a pipeline stage holds consecutive ones."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ Batch = Mapping[str, Tensor]
 
 
 class Sequential(nn.Module):
-    """The layers one after another; `forward` is the summed loss of a batch.
+    """Apply the layers in order; `forward` returns the summed loss of a batch.
 
-    The first layer takes tokens, the last one hidden states, labels and loss weights.
+    Args:
+        layers: the first takes tokens, the last takes hidden states, labels and loss weights.
+        calls: the layers as they are called in a training step, from `parallelize`.
     """
 
     def __init__(self, layers: Sequence[nn.Module], calls: Sequence[Callable[..., Tensor]]) -> None:
-        """calls: the layers as they are called, under activation checkpointing."""
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._calls = list(calls)
 
     def forward(self, batch: Batch) -> Tensor:
-        """sum(loss_weight * nll), a float32 scalar. `batch`: tokens, labels [batch, length] int64, loss_weight float32
-        of the same shape, and optionally `mask` [batch, length], `cu_seqlens` [segments + 1] and `num_correct`, a scalar to
-        which the weight of the correctly predicted tokens is added."""
-        context = {key: batch[key] for key in ("mask", "cu_seqlens") if key in batch}
-        hidden = one_after_another(self._calls[:-1])(batch["tokens"], **context)
-        return self._calls[-1](hidden, **asked_for(batch))
+        """Return sum(loss_weight * nll), a float32 scalar.
+
+        Args:
+            batch: tokens, labels [batch, length] int64; loss_weight [batch, length] float32; optionally `mask` [batch, length],
+                `cu_seqlens` [segments + 1], and the scalar `num_correct`, to which the weight of the correctly predicted tokens
+                is added.
+        """
+        hidden = chain(self._calls[:-1])(batch["tokens"], **block_inputs(batch))
+        return self._calls[-1](hidden, **head_inputs(batch))
 
 
-def one_after_another(calls: Sequence[Callable[..., Tensor]]) -> Callable[..., Tensor]:
-    """Consecutive layers as one call."""
+def chain(calls: Sequence[Callable[..., Tensor]]) -> Callable[..., Tensor]:
+    """Return consecutive layers as one call."""
 
     def call(hidden: Tensor, **context: Tensor) -> Tensor:
         for layer in calls:
@@ -41,6 +45,11 @@ def one_after_another(calls: Sequence[Callable[..., Tensor]]) -> Callable[..., T
     return call
 
 
-def asked_for(batch: Batch) -> dict[str, Tensor]:
-    """What the last layer is told besides hidden states."""
+def block_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return the inputs of every layer but the last, besides tokens or hidden states."""
+    return {key: batch[key] for key in ("mask", "cu_seqlens") if key in batch}
+
+
+def head_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return the inputs of the last layer besides hidden states."""
     return {key: batch[key] for key in ("labels", "loss_weight", "num_correct") if key in batch}

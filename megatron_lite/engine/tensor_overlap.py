@@ -1,14 +1,12 @@
-"""A micro batch in two halves, so that the sums of tensor parallelism travel while something is computed.
+"""Tensor-parallel overlap: a micro-batch in two chunks, so that all-reduces of one overlap with computation of the other.
 
-Rows of a micro batch know nothing of one another between the embedding and the head. The blocks are applied to the first half
-on the stream of the caller and to the second on a stream of its own, part by part in turn: while one half waits for the sum at
-the end of a part, the device computes the other (as Wang et al. 2024, arXiv 2409.15241). The backward pass does the same by
-itself, since autograd runs a node on the stream of its forward pass and the latest node first. The sums of both halves follow
-one another in one communicator, in the order in which this file starts them, equal on all processes; they keep the halves a sum
-apart, so that neither has to wait for long.
+Rows of a micro-batch are independent between the embedding and the head. The first chunk runs on the caller's stream, the
+second on a side stream, part by part in turn. While one chunk waits for the all-reduce at the end of a part, the device
+computes the other (as Wang et al. 2024, arXiv 2409.15241). The backward pass overlaps likewise: autograd runs a node on the
+stream of its forward pass, the latest node first. All all-reduces use one communicator, in an order that all processes share.
 
-    first half     mix     | (sum)    finish      | (sum)    mix ...
-    second half    mix        | (sum)    finish      | (sum)
+    first chunk     mix     | (all-reduce)    finish      | (all-reduce)    mix ...
+    second chunk    mix        | (all-reduce)    finish      | (all-reduce)
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ def overlap_parts(
     parallel: ParallelConfig,
     recompute: Callable[[], AbstractContextManager[None]] | None,
 ) -> list[Part]:
-    """The parts of a block, under activation checkpointing; arguments as `checkpointed`.
+    """Return the parts of a block under activation checkpointing; arguments as `checkpointed`.
 
-    A block that is computed again is so as a whole: what lies between its parts would have to be kept.
+    A block that is recomputed has one part, because the tensors between parts would have to be stored.
     """
     whole = mode_of(index, count, parallel) not in ("none", "elementwise")
     parts = (layer,) if whole else (layer.mix, layer.finish)
@@ -46,11 +44,11 @@ class MicroBatchOverlap:
     """Consecutive blocks as one call, (hidden, **context) -> hidden, all [batch, length, ...].
 
     Args:
-        blocks: of each block the parts that it consists of. The first takes hidden and the context, every other what the one
-            before gave; the last gives hidden.
+        blocks: the parts of each block. The first part takes hidden and the context, every other the outputs of the previous
+            part; the last returns hidden.
         parameters: of the blocks.
 
-    Micro batches of an odd number of rows stay whole.
+    Micro-batches with an odd number of rows are not split.
     """
 
     def __init__(
@@ -58,53 +56,55 @@ class MicroBatchOverlap:
     ) -> None:
         self._blocks, self._parameters = list(blocks), list(parameters)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._known: set[tuple[torch.Size, bool]] = set()
+        self._shapes: set[tuple[torch.Size, bool]] = set()
         self._accumulators: list[Any] = []
 
     def __call__(self, hidden: Tensor, **context: Tensor) -> Tensor:
         if len(hidden) % 2:
-            return self._through([(hidden, context)])[0]
+            return self._apply([(hidden, context)])[0]
         pair = [
-            (half, {key: value.chunk(2)[index] for key, value in context.items()})
-            for index, half in enumerate(hidden.chunk(2))
+            (chunk, {key: value.chunk(2)[index] for key, value in context.items()})
+            for index, chunk in enumerate(hidden.chunk(2))
         ]
-        side = self._other_stream(hidden)
+        side = self._side_stream(hidden)
         if side is not None:
-            self._accumulate_here()
+            self._pin_accumulation()
             main = torch.cuda.current_stream()
             side.wait_stream(main)
             for x in (hidden, *context.values()):
                 x.record_stream(side)
-        halves = self._through(pair, side)
+        outputs = self._apply(pair, side)
         if side is not None:
             main.wait_stream(side)
-            halves[1].record_stream(main)
-        return torch.cat(halves)
+            outputs[1].record_stream(main)
+        return torch.cat(outputs)
 
-    def _through(
-        self, pieces: Sequence[tuple[Tensor, Mapping[str, Tensor]]], side: torch.cuda.Stream | None = None
+    def _apply(
+        self, chunks: Sequence[tuple[Tensor, Mapping[str, Tensor]]], side: torch.cuda.Stream | None = None
     ) -> list[Tensor]:
-        states: list[Any] = [hidden for hidden, _ in pieces]
+        states: list[Any] = [hidden for hidden, _ in chunks]
         for parts in self._blocks:
             for number, part in enumerate(parts):
-                for index, (_, context) in enumerate(pieces):
+                for index, (_, context) in enumerate(chunks):
                     with torch.cuda.stream(side) if index and side is not None else nullcontext():
                         states[index] = part(*states[index]) if number else part(states[index], **context)
         return states
 
-    def _other_stream(self, hidden: Tensor) -> torch.cuda.Stream | None:
-        """That of the second half; None on a CPU, and the first time that anything of this shape comes: what operations make
-        once and keep is made on one stream, or the other half might read it before it is there."""
+    def _side_stream(self, hidden: Tensor) -> torch.cuda.Stream | None:
+        """Return the stream of the second chunk; None on a CPU and for the first call with this shape.
+
+        Operations cache tensors in the first call. With two streams, one could read such a tensor before the other wrote it.
+        """
         case = (hidden.shape, torch.is_grad_enabled())
-        known = case in self._known
-        self._known.add(case)
+        known = case in self._shapes
+        self._shapes.add(case)
         return self._side if known else None
 
-    def _accumulate_here(self) -> None:
-        """Have gradients be accumulated on the caller's stream, where the optimizer reads them.
+    def _pin_accumulation(self) -> None:
+        """Accumulate gradients on the caller's stream, where the optimizer reads them.
 
-        It is done on the stream on which a parameter is first used. Not before here: the trainer may have given the parameter
-        another type since this was built.
+        Autograd accumulates on the stream where a parameter is first used. This runs at the first call, because the trainer may
+        change the dtype of parameters before.
         """
         if not self._accumulators:
             with torch.enable_grad():

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class Fault(NamedTuple):
-    """Why a loss is not finite: `kind` is "transient_fault" or "persistent_fault", `text` a sentence with the ranks."""
+    """The reason for a non-finite loss: `kind` is "transient_fault" or "persistent_fault", `text` a sentence with the ranks."""
 
     kind: str
     text: str
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """Return whether every element is finite, a bool scalar on the device of `x`. One pass, without a copy."""
+    """Return whether every element is finite, a bool scalar on the device of `x`. It needs one pass and no copy."""
     if not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
-    return torch.stack(x.detach().aminmax()).isfinite().all()  # a NaN is both the least and the greatest
+    return torch.stack(x.detach().aminmax()).isfinite().all()  # minimum and maximum of a NaN are NaN
 
 
 def names_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -45,7 +45,7 @@ def state_not_finite(state: OptimizerState, grid: Grid) -> list[str]:
     Returns:
         "exp_avg of blocks.0.norm.weight (rank 1)", ...: the same on every rank; empty for a healthy state.
     """
-    # The flat buffers first: a handful of reductions.
+    # The flat buffers first, in few reductions.
     healthy = torch.stack([is_finite(buffer) for buffer in state.buffers()]).all().item()
     if not any_rank([not healthy], grid)[0]:
         return []
@@ -62,24 +62,23 @@ def state_not_finite(state: OptimizerState, grid: Grid) -> list[str]:
 
 
 def fault_of_loss(engine: Engine, micro_batches: Sequence[Batch]) -> Fault | None:
-    """Compute a loss that is not finite once more, to tell a transient fault from a persistent one. Every rank calls this.
+    """Recompute a non-finite loss to distinguish transient from persistent faults. Every rank calls this.
 
     Args:
         micro_batches: those of the last step of this process, whose update was skipped.
 
     Returns:
-        The same on every rank; None where the loss of no rank is at fault: no token of the step had a weight.
+        The same on every rank; None if every rank's loss is finite, because no token of the step had a weight.
     """
     verdicts = gather((*engine.recompute(micro_batches), socket.gethostname()), engine.grid)
-    first, again = ([rank for rank, verdict in enumerate(verdicts) if not verdict[i]] for i in (0, 1))
-
-    def named(ranks: list[int]) -> str:
-        return f"the loss of {rank_words(ranks)} ({', '.join(sorted({verdicts[rank][2] for rank in ranks}))})"
-
-    if again:
-        text = f"{named(again)} is not finite, computed once more too: a persistent fault of weights, samples or dtype"
-        return Fault("persistent_fault", text)
+    first, recomputed = ([rank for rank, verdict in enumerate(verdicts) if not verdict[i]] for i in (0, 1))
+    hosts = [verdict[2] for verdict in verdicts]
+    if recomputed:
+        text = f"the loss of {rank_words(recomputed, hosts)} is not finite, computed once more too"
+        return Fault("persistent_fault", f"{text}: a persistent fault of weights, samples or dtype")
     if first:
-        text = f"{named(first)} was not finite; computed once more from the same weights and samples it is: a transient fault"
-        return Fault("transient_fault", text)
+        text = (
+            f"the loss of {rank_words(first, hosts)} was not finite; computed once more from equal inputs it is finite"
+        )
+        return Fault("transient_fault", f"{text}: a transient fault")
     return None

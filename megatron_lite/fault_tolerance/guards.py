@@ -1,4 +1,4 @@
-"""What keeps a long run alive, or ends it with an explanation: signals, hangs, loss spikes, non-finite steps."""
+"""Guards of a run against signals, hangs, loss spikes and non-finite steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import Any, TextIO
 
 
 class StopSignal:
-    """SIGTERM, SIGUSR1 (what SLURM sends before a preemption) and the first Ctrl-C ask the run to stop after the step.
+    """Records SIGTERM, SIGUSR1 (SLURM's pre-timeout signal) and the first Ctrl-C, which stop the run after the step.
 
-    A second Ctrl-C interrupts at once. Use as a context manager; the former handlers come back at the end.
+    A second Ctrl-C interrupts at once. A context manager; the previous handlers are restored at the end.
 
     Args:
-        signals: those of SIGNALS to take.
-        early: what took some of them until now; a signal that it received counts.
+        signals: the signals to handle.
+        early: a previous handler; a signal that it received counts.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -32,17 +32,17 @@ class StopSignal:
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, *, early: StopSignal | None = None) -> None:
         self.received: str | None = None
         self._signals, self._early = signals, early
-        self._former: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
         for number in self._signals:
-            self._former[number] = signal.signal(number, self._handle)
+            self._previous[number] = signal.signal(number, self._handle)
         if self._early is not None:
             self.received = self.received or self._early.received
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -52,16 +52,16 @@ class StopSignal:
 
 
 class Watchdog:
-    """Prints the stack of every thread when no step ends for `minutes`, and again every `minutes` after that.
+    """Prints the stacks of all threads when no step ends for `minutes`, and repeats that every `minutes`.
 
-    A thread prints, in one piece under a headline that names the process. Where Python itself is stuck, so that no thread
-    of it runs (a call that holds the interpreter lock), faulthandler prints from a thread of its own in C.
+    A Python thread prints them under a headline that names the process. If no Python thread runs, because a call holds the
+    interpreter lock, faulthandler prints them from a C thread.
 
     Args:
         who: the process, for the headline.
-        delay: seconds to wait in addition, so that the processes of one machine print one after another.
-        stuck_seconds: no Python thread runs for so long before faulthandler prints; None: `minutes`. Less than the
-            heartbeat, after which the others end the run.
+        delay: additional seconds, so that the processes of one machine print in turn.
+        stuck_seconds: faulthandler prints when no Python thread ran for so long; None: `minutes`. Must be less than the
+            heartbeat, after which other processes end the run.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def kick(self, times: float = 1.0) -> None:
-        """Start counting anew after a step. The next one may take `times` as long."""
+        """Restart the timer after a step. The next step may take `times` as long."""
         self._kicked = time.monotonic()
         self._due = self._kicked + times * self._seconds + self._delay
 
     def _expect_python(self) -> None:
-        """Let faulthandler print unless this is called again in time."""
+        """Restart the timer of faulthandler."""
         faulthandler.dump_traceback_later(self._stuck + self._delay, repeat=True, file=_stderr())
 
     def _run(self) -> None:
@@ -118,7 +118,7 @@ class Watchdog:
 
 
 def print_stacks_on_signal() -> None:
-    """Print the stack of every thread on SIGUSR2, also where a call holds the interpreter lock. The process goes on."""
+    """Print the stacks of all threads on SIGUSR2, even if a call holds the interpreter lock. The process continues."""
     faulthandler.register(signal.SIGUSR2, file=_stderr(), all_threads=True)
 
 
@@ -131,9 +131,9 @@ class SpikeGuard:
 
     Args:
         factor: skip a loss above factor * running mean; 0 never skips.
-        mean: running mean to continue from, None at the start.
-        seen: losses that it is of.
-        warmup: losses to see before the first skip.
+        mean: running mean of the previous losses; None at the start.
+        seen: number of previous losses.
+        warmup: number of losses before the first skip.
     """
 
     DECAY = 0.98
@@ -142,7 +142,7 @@ class SpikeGuard:
         self._factor, self.mean, self.seen, self._warmup = factor, mean, seen, warmup
 
     def should_skip(self, loss: float) -> bool:
-        """Return whether to skip this step; a loss that is let through moves the mean."""
+        """Return whether to skip this step. Any other loss updates the mean."""
         if not math.isfinite(loss):
             return True
         if self._factor and self.mean is not None and self.seen >= self._warmup and loss > self._factor * self.mean:
@@ -152,18 +152,18 @@ class SpikeGuard:
         return False
 
 
-class TooManySkippedSteps(RuntimeError):  # noqa: N818 - what happened, said as it is
-    """The run stopped because several steps in a row were not finite; the message names the dump."""
+class TooManySkippedSteps(RuntimeError):  # noqa: N818
+    """The run stopped because several consecutive steps were skipped; the message names the dump."""
 
 
 class SkipCounter:
-    """Counts skipped steps and stops the run after `limit` in a row, with a dump that names the steps and the samples.
+    """Stops the run after `limit` consecutive skipped steps, with a dump of the steps and their samples.
 
     Args:
-        limit: skipped steps in a row that stop the run, 1 or more.
-        directory: where the dump is written.
-        writes: whether this process writes it; all of them count the same.
-        in_a_row: skipped steps in a row before the first `record`, in an earlier start of the run.
+        limit: 1 or more.
+        directory: folder of the dump.
+        writes: whether this process writes the dump; all processes count.
+        in_a_row: consecutive skipped steps at the end of an earlier start of the run.
     """
 
     def __init__(self, limit: int, directory: Path, *, writes: bool = True, in_a_row: int = 0) -> None:
@@ -172,13 +172,9 @@ class SkipCounter:
         self._history: deque[dict[str, Any]] = deque(maxlen=max(100, limit))
 
     def record(self, *, step: int, skipped: bool, samples: tuple[int, int], loss: float, gradient_norm: float) -> None:
-        """Take note of one step.
+        """Record one step. Raises TooManySkippedSteps at the `limit`-th consecutive skipped one.
 
-        Args:
-            samples: first and one past the last sample of the step, in the order of the sampler.
-
-        Raises:
-            TooManySkippedSteps: this was the `limit`-th in a row.
+        samples: first and one past the last sample of the step, in the order of the sampler.
         """
         self._history.append(
             {
@@ -197,8 +193,8 @@ class SkipCounter:
                 path.write_text(json.dumps(list(self._history), indent=1) + "\n")
             first = self._history[-min(self.in_a_row, len(self._history))]  # since this start of the run
             raise TooManySkippedSteps(
-                f"{self.in_a_row} steps in a row were skipped for a loss or gradient that is not finite (or a spike): "
+                f"{self.in_a_row} consecutive steps were skipped because loss or gradient was not finite (or a loss spike): "
                 f"steps {first['step']} to {step}, samples {first['first_sample']} to {samples[1] - 1}. The last "
-                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or go "
-                f"back to an earlier checkpoint (checkpoint.resume=FOLDER, of its step); run.max_skipped_steps sets the limit"
+                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or roll back to an "
+                f"earlier checkpoint (checkpoint.resume=STEP_FOLDER); run.max_skipped_steps sets the limit"
             )

@@ -1,9 +1,9 @@
-"""Who is missing: every process says that it lives, so that a run that cannot go on ends with the name of the culprit.
+"""Heartbeats: when a process dies, the run ends with a message that names it.
 
-A process that dies leaves its peers inside a collective. gloo notices a closed connection; NCCL waits for its time-out;
-neither says which rank is gone. Here a thread of each process writes a beat into the store of the process group (rank,
-step, what its main thread is doing) and watches the next rank in the circle, so the traffic is one write and one read
-a process and interval, however many there are. The thread runs while the main thread hangs in a collective.
+A process that dies leaves its peers inside a collective. gloo notices a closed connection, NCCL waits for its timeout, and
+neither names the rank. A thread of each process writes a beat (rank, step, location of the main thread) into the store of the
+process group and watches the next rank in a ring. It runs while the main thread hangs in a collective. The traffic is one write
+and one read per process and interval.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ GONE_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may well succeed
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process says of itself.
+    """The report of one process.
 
     Attributes:
-        number: counts up as long as the process lives.
-        state: "running"; "waiting" (a collective failed here, for want of a peer); "done"; or "failed: ..." with the error.
-        at: where its main thread is, file:line function.
+        number: counter of its beats.
+        state: "running"; "waiting" (a collective failed because a peer is missing); "done"; or "failed: ..." with the error.
+        at: location of its main thread, "file:line function".
     """
 
     number: int
@@ -50,12 +50,13 @@ class Beat:
 
 
 class RunningClock:
-    """Counts the seconds in which this process ran. A gap, in which the process or its machine stood still (SIGSTOP, a
-    suspended or paused machine), counts as two ticks at most: it is no silence of others.
+    """Counts the seconds in which this process ran.
+
+    A pause of the process or its machine (SIGSTOP, suspend) counts as at most two ticks, so that it is not blamed on a peer.
 
     Args:
-        tick: seconds between two looks at the time.
-        at_tick: called at each, from the thread of the clock.
+        tick: seconds between two updates.
+        at_tick: called at each update, in the thread of the clock.
     """
 
     def __init__(self, tick: float, at_tick: Callable[[], None] = lambda: None) -> None:
@@ -78,11 +79,11 @@ class RunningClock:
 
 
 class Heartbeat:
-    """Beats while the loop runs; names the processes that are missing when it cannot go on. A context manager.
+    """Sends heartbeats while the loop runs, and names the missing processes when a collective fails. A context manager.
 
     Args:
-        seconds: a process that is silent for so long is taken for dead, and the run ends; 0: off.
-        step: steps done, to be kept up to date by the loop (`heartbeat.step = ...`).
+        seconds: a process without a beat for so long counts as dead, and the run ends; 0: off.
+        step: completed steps; the loop updates it (`heartbeat.step = ...`).
     """
 
     def __init__(self, grid: Grid, seconds: float, step: int = 0) -> None:
@@ -98,7 +99,7 @@ class Heartbeat:
 
     def __enter__(self) -> Heartbeat:
         if self._active:
-            # A connection of its own: that of the process group may be busy for minutes. And a name of its own: the
+            # A separate connection, because that of the process group may be busy for minutes. A new prefix, because the
             # launcher's store may outlive this attempt.
             self._prefix = f"heartbeat/{broadcast(time.time_ns(), self._grid)}"
             self._store = dist.TCPStore(
@@ -108,7 +109,7 @@ class Heartbeat:
                 timeout=timedelta(seconds=max(5.0, self._seconds)),
             )
             self._beat()
-            barrier(self._grid)  # from here on every rank has a beat
+            barrier(self._grid)  # now every rank has a beat
             self._peers = self._table()
             self._reached = 0.0
             self._clock = RunningClock(self._interval / 4, self._expect_store)
@@ -131,11 +132,11 @@ class Heartbeat:
         self._over.set()
         self._thread.join(timeout=self._seconds)
         self._clock.stop()
-        with contextlib.suppress(dist.DistError):  # the process that holds the store may have ended already
+        with contextlib.suppress(dist.DistError):  # the process with the store may have ended
             self._beat()
 
     def _run(self) -> None:
-        """Beat and watch, until the loop is over or the run has no future."""
+        """Send beats and watch the next rank until the loop or the run ends."""
         watched = self._next(self._grid.rank)
         seen, since = -1, 0.0
         while not self._over.wait(self._interval):
@@ -146,7 +147,7 @@ class Heartbeat:
                 ended = self._store.check([f"{self._prefix}/ended"])
                 self._reached = now
             except dist.DistError:
-                continue  # `_expect_store` says how often
+                continue  # `_expect_store` limits the retries
             if beat.state == "done":
                 watched, seen, since = self._next(watched), -1, now
             elif beat.number != seen:
@@ -154,20 +155,25 @@ class Heartbeat:
             elif beat.state.startswith("failed") and now - since > self._interval:
                 self._end(f"{self._name(watched)} {_why(beat)}")
             elif now - since > self._seconds:
-                self._end(f"{self._name(watched)} has been silent for {now - since:.0f} s: killed, frozen or cut off")
+                self._end(
+                    f"{self._name(watched)} has been silent for {now - since:.0f} s: killed, frozen or disconnected"
+                )
             if ended:
                 self._end("")
 
     def _expect_store(self) -> None:
-        """End the process when the store has not answered for too long. A machine that is cut off closes no connection: a
-        call of the store may wait for it without end. Rank 0, or torchrun on its machine, holds the store."""
+        """End the process when the store has not answered for too long.
+
+        A disconnected machine closes no connection, so a call of the store may wait without end. Rank 0, or torchrun on its
+        machine, holds the store.
+        """
         if self._clock.seconds - self._reached > self._seconds:
-            _print(f"the store at {os.environ['MASTER_ADDR']} is gone, and {self._name(0)} with it")
+            _print(f"the store at {os.environ['MASTER_ADDR']} does not answer, nor does {self._name(0)}")
             end_stranded_launcher()
             self._end("")
 
     def _end(self, reason: str) -> None:
-        """Say why, give the main thread some time to end by itself, then end the process and, by the store, the others."""
+        """Print the reason, let the main thread end, then end the process. The store tells the other processes to end."""
         if reason:
             with contextlib.suppress(dist.DistError):
                 self._store.set(f"{self._prefix}/ended", reason)
@@ -176,7 +182,7 @@ class Heartbeat:
             os._exit(GONE_STATUS)
 
     def _explain(self) -> None:
-        """After a failed collective: find out who did not come, and say it once for the run."""
+        """Find the processes that missed a failed collective, and print them once for the run."""
         beats = dict(self._peers)
         culprits: dict[int, str] = {}
         try:
@@ -195,20 +201,20 @@ class Heartbeat:
                 if beat.state == "running":
                     culprits[rank] = _KILLED if beat.number == first[rank].number else _why(beat)
         except dist.DistError:
-            culprits = {0: f"holds the store at {os.environ['MASTER_ADDR']}, which is gone"}
+            culprits = {0: f"holds the store at {os.environ['MASTER_ADDR']}, which does not answer"}
         text = "; ".join(f"{self._name(rank, beats[rank])} {why}" for rank, why in culprits.items())
         waiting = [rank for rank, beat in beats.items() if beat.state == "waiting"] or [self._grid.rank]
-        self._say(f"{rank_words(waiting)} waited in vain: {text or 'every process is alive and waits'}")
+        self._say(f"{rank_words(waiting)} waited in vain: {text or 'every process is alive and waiting'}")
 
     def _say(self, reason: str) -> None:
-        """Print it, unless another process of the run has said why already."""
+        """Print the reason unless another process of the run already did."""
         with contextlib.suppress(dist.DistError):
             if self._store.add(f"{self._prefix}/spoken", 1) > 1:
                 return
         _print(reason)
 
     def _has_ended(self, beat: Beat) -> bool:
-        """Whether a process of this machine is no more; of other machines nothing is known but their silence."""
+        """Return whether a process of this machine has ended; False for other machines, where it is unknown."""
         if beat.host != self._host or beat.state != "running":
             return False
         try:
@@ -235,16 +241,15 @@ class Heartbeat:
         return f"rank {rank} ({beat.host}, process {beat.pid}, after step {beat.step})"
 
 
-_KILLED = "was killed, is frozen or is cut off"
+_KILLED = "was killed, is frozen or is disconnected"
 _ADVICE = (
-    "The run ends; its last checkpoint is whole: give the same command again "
-    "(torchrun --max-restarts and tools/slurm/train.sbatch do so by themselves)"
+    "The run ends; its last checkpoint is complete: run the same command again "
+    "(torchrun --max-restarts and tools/slurm/train.sbatch do so automatically)"
 )
 
 
 def set_collective_timeout(seconds: float) -> None:
-    """Let every collective of every group fail after so long. The first step, with compiling and loading, and saves take
-    longer than any other step (as in torchtitan)."""
+    """Set the timeout of the collectives of every group. The first step and saves take longer (as in torchtitan)."""
     from torch.distributed import distributed_c10d
 
     for group in list(distributed_c10d._world.pg_map):
@@ -274,4 +279,4 @@ def _where(thread: int) -> str:
 def _why(beat: Beat) -> str:
     if beat.state.startswith("failed"):
         return f"ended with an error ({beat.state.removeprefix('failed: ')})"
-    return f"is alive and did not come: {beat.at}"
+    return f"is alive and did not join: {beat.at}"

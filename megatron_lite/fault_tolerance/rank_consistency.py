@@ -1,7 +1,7 @@
-"""Processes that do not run the same thing are refused before they exchange a single number.
+"""Refuse a run whose processes differ in configuration, code, packages or data.
 
-One machine with an older checkout, another environment or a stale copy of the data would train without an error, and
-wrongly. Every process says what it has; what differs is named, with the ranks.
+A machine with an older checkout, another environment or an old copy of the data would train wrongly without an error. The
+processes compare digests; the message names the differences with the ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Facts = Mapping[str, Mapping[str, str]]
 
 
 class DisagreementError(ValueError):
-    """The processes of the run differ; the message says in what."""
+    """The processes of the run differ; the message names the differences."""
 
 
 def require_agreement(facts: Facts, grid: Grid) -> None:
-    """Compare facts over all processes; every process calls this. One small message a process, where all agree.
+    """Compare facts over all processes; every process calls this. Equal processes exchange only digests.
 
     Args:
         facts: subject ("configuration", "code", ...) -> name -> value.
@@ -46,33 +46,33 @@ def require_agreement(facts: Facts, grid: Grid) -> None:
 
 
 def difference(facts: Sequence[Facts], hosts: Sequence[str], limit: int = 8) -> str:
-    """What differs between the facts of the ranks, in words: at most `limit` names a subject."""
-    lines = ["the processes of this run are not alike; nothing was started:"]
+    """Return the differences between the facts of the ranks in words, at most `limit` names per subject."""
+    lines = ["the processes of this run differ; nothing was started:"]
     for subject in facts[0]:
         names = sorted({name for values in facts for name in values[subject]})
-        found = [
-            (name, given)
+        differing = [
+            (name, per_rank)
             for name in names
-            if len(set(given := [values[subject].get(name, "absent") for values in facts])) > 1
+            if len(set(per_rank := [values[subject].get(name, "absent") for values in facts])) > 1
         ]
-        for name, given in found[:limit]:
-            (usual, _), *_ = Counter(given).most_common(1)
+        for name, per_rank in differing[:limit]:
+            (usual, _), *_ = Counter(per_rank).most_common(1)
             groups: dict[str, list[int]] = {}
-            for rank, value in enumerate(given):
+            for rank, value in enumerate(per_rank):
                 groups.setdefault(value, []).append(rank)
             parts = [
-                f"{rank_words(ranks)} ({', '.join(sorted({hosts[rank] for rank in ranks}))}) {_shown(value)}"
+                f"{rank_words(ranks, hosts)} {_shown(value)}"
                 for value, ranks in sorted(groups.items(), key=lambda group: (group[0] != usual, group[1]))
             ]
             lines.append(f"  {subject}: {name}: {'; '.join(parts)}")
-        if len(found) > limit:
-            lines.append(f"  {subject}: and {len(found) - limit} more")
-    lines.append("Start every process with the same command, checkout, environment and data, then again")
+        if len(differing) > limit:
+            lines.append(f"  {subject}: and {len(differing) - limit} more")
+    lines.append("Start every process again with the same command, checkout, environment and data")
     return "\n".join(lines)
 
 
 def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key -> value, as JSON, of a nested configuration."""
+    """Return dotted key -> value as JSON of a nested configuration."""
     facts: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -83,7 +83,7 @@ def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def code_facts(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Relative path -> SHA-256 of every Python file under `root/name` (a file or a folder)."""
+    """Return relative path -> SHA-256 of every Python file under `root/name` (a file or a folder)."""
     facts = {}
     for name in names:
         path = root / name
@@ -93,7 +93,7 @@ def code_facts(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def file_facts(paths: Iterable[Path | None]) -> dict[str, str]:
-    """Path -> size and SHA-256 of the first and last MiB: enough to tell two versions of large files apart at once."""
+    """Return path -> size and SHA-256 of the first and last MiB, which distinguishes versions of large files quickly."""
     facts = {}
     for path in paths:
         if path is None:
@@ -110,8 +110,8 @@ def file_facts(paths: Iterable[Path | None]) -> dict[str, str]:
     return facts
 
 
-def rank_words(ranks: Sequence[int]) -> str:
-    """ "rank 3" or "ranks 0-2, 5"."""
+def rank_words(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """Return "rank 3" or "ranks 0-2, 5"; with the host of every rank of the run, "ranks 0-2 (node1, node2)"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -119,7 +119,8 @@ def rank_words(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+    machines = f" ({', '.join(sorted({hosts[rank] for rank in ranks}))})" if hosts else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts) + machines
 
 
 def _digest(content: bytes) -> str:

@@ -1,9 +1,9 @@
-"""Compare replicas: ranks that must hold the same values bit for bit, and do not after a fault of memory or a link.
+"""Compare replicas, which are bitwise equal unless memory or a link has a fault.
 
-Data and context ranks hold the same weights (ZeRO 1 and 2; under ZeRO 3 the small ones). Tensor ranks hold the same copies of
-tensors whose sharding spec says "replicated", and of their optimizer state. Each rank hashes its copies on its device. Weights
-are hashed before the update, which replaces them: a wrong value is seen also where it lives for one step alone. The hashes of
-many steps are combined, and compared every `interval` steps with one small collective.
+Data and context ranks hold equal weights (ZeRO 1 and 2; under ZeRO 3 the small ones). Tensor ranks hold equal copies of
+tensors with the sharding spec "replicated", and of their optimizer state. Each rank hashes its copies on its device. Weights are
+hashed before every update, so that a wrong value that lasts one step is detected. The hashes of many steps are combined, and
+compared every `interval` steps with one small collective.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_lite.optim.zero_state import NamedBuffer, OptimizerState, concaten
 from megatron_lite.parallel.collectives import async_to_host, gather
 from megatron_lite.parallel.grid import Grid
 
-# Reading the weights once takes 0.07 % of the forward and backward pass over so many tokens (H200, bf16), at any model size.
+# Hashing the weights once takes 0.07 % of the forward and backward pass over this many tokens (H200, bf16) at any model size.
 _TOKENS_PER_HASH = 65536
 _STEP = 0x5851F42D4C957F2D  # odd multipliers: no bit of a difference is lost
 _PLACE = 0x2545F4914F6CDD1D
@@ -33,11 +33,11 @@ class ReplicasDifferError(RuntimeError):
 
 
 class ReplicaCheck:
-    """Hashes of what this rank holds in common with others, compared from time to time.
+    """Hashes the tensors that this rank shares with others, and compares the hashes at an interval.
 
     Args:
         interval: steps between two comparisons; 0: off.
-        tokens: of one step on one rank. A CUDA device hashes in every step where these are many, else in every n-th.
+        tokens: tokens per step and rank. With few tokens, a CUDA device hashes in every n-th step only.
     """
 
     def __init__(self, state: OptimizerState, grid: Grid, interval: int, tokens: int) -> None:
@@ -49,14 +49,14 @@ class ReplicaCheck:
         self._pending: tuple[int, Callable[[], list[float]]] | None = None
 
     def before_update(self, step: int) -> None:
-        """Hash what this step was computed from; every rank calls it. Nothing waits for the device."""
+        """Hash the weights of this step; every rank calls it. It does not synchronise with the device."""
         if self._interval and (step % self._stride == 0 or step % self._interval == 0):
             self._observe()
         if self._interval and step % self._interval == 0:
             self._exchange(step)
 
     def finish(self) -> None:
-        """Wait for a comparison that `before_update` began. Raises ReplicasDifferError, on every rank."""
+        """Wait for a comparison that `before_update` started. Raises ReplicasDifferError on every rank."""
         if self._pending is None:
             return
         (step, fetch), self._pending = self._pending, None
@@ -70,7 +70,7 @@ class ReplicaCheck:
             raise ReplicasDifferError(self._message(step, tables, hosts))
 
     def compare(self, step: int) -> None:
-        """Compare now, before a save. Raises ReplicasDifferError, on every rank."""
+        """Compare now, before a save. Raises ReplicasDifferError on every rank."""
         if self._interval:
             self._observe()
             self._exchange(step)
@@ -92,7 +92,7 @@ class ReplicaCheck:
         self._pending = step, async_to_host(everyone)
 
     def _replicas(self, over: int) -> list[list[int]]:
-        """Groups of ranks that hold the same values: 0 over data and context ranks, 1 over tensor ranks."""
+        """Return the groups of ranks with equal values: 0 over data and context ranks, 1 over tensor ranks."""
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         size, replicas = self._grid.tensor_size, self._grid.replicas
         for rank in range(self._grid.world_size):
@@ -113,9 +113,9 @@ class ReplicaCheck:
         shown = [f"{name}: {ranks}" for name, ranks in list(differing.items())[:limit]]
         more = f"; {len(differing) - limit} more tensors" if len(differing) > limit else ""
         return (
-            f"replicas differ at step {step}: {'; '.join(shown)}{more}. The run ends and saves nothing. The same command goes "
-            "on from the newest checkpoint, at which replicas agreed. A rank that is named again has a faulty device: "
-            "take its machine out of the run"
+            f"replicas differ at step {step}: {'; '.join(shown)}{more}. The run ends and saves nothing. The same command resumes "
+            "from the newest checkpoint, at which replicas were equal. If a rank is named again, its device is faulty: exclude "
+            "its machine"
         )
 
 
@@ -127,7 +127,7 @@ class _Hashes:
         self._ranges: dict[str, tuple[int, int]] = {}
 
     def add(self, buffers: Sequence[NamedBuffer]) -> None:
-        """Add the values that the buffers have now; the same buffers in every call, or none."""
+        """Add the current values of the buffers; every call has the same buffers, or none."""
         if not buffers:
             return
         widths = [_row_bytes(named.buffer) for named in buffers]
@@ -143,29 +143,29 @@ class _Hashes:
         self._rows.mul_(_STEP).add_(torch.cat(parts))
 
     def digest(self) -> Tensor:
-        """One number of all rows, int64 scalar."""
+        """Return one hash of all rows, an int64 scalar."""
         return _combined(self._rows)
 
     def by_name(self) -> dict[str, int]:
-        """One number per name. Tensors that share a row share its difference."""
+        """Return one hash per name. Tensors that share a row share its difference."""
         return {name: int(_combined(self._rows[start:end])) for name, (start, end) in self._ranges.items()}
 
 
 def hash_rows(x: Tensor, width: int) -> Tensor:
-    """Return int64 [rows], a hash of each `width` bytes of x [elements], the last row filled up with zeros.
+    """Return int64 [rows], a hash per `width` bytes of x [elements]; the last row is padded with zeros.
 
-    A row's hash changes with any change of an odd number of its bits at one place of the 64-bit words.
+    A row's hash changes with any change of an odd number of bits at one position of its 64-bit words.
     """
     elements = width // x.element_size()
     whole = x.numel() // elements * elements
     parts = [x[:whole], pad(x[whole:], (0, -x.numel() % elements))]
     words = [part.view(torch.int64).view(-1, width // 8) for part in parts if part.numel()]
     rows = torch.cat([torch.hash_tensor(part, dim=1).view(torch.int64) for part in words])
-    return rows ^ ((rows >> 32) & 0xFFFFFFFF)  # the highest bits would be lost in sums of 64 bits
+    return rows ^ ((rows >> 32) & 0xFFFFFFFF)  # sums of 64 bits would lose the highest bits
 
 
 def _row_bytes(x: Tensor) -> int:
-    """Short rows tell small tensors apart; long ones keep the hashes of a large model few."""
+    """Return the bytes per row: short rows separate small tensors, long rows keep the number of hashes small."""
     return 128 if x.nbytes <= 1 << 25 else 4096
 
 
@@ -175,14 +175,10 @@ def _combined(rows: Tensor) -> Tensor:
 
 
 def _named(values: dict[int, int], hosts: Sequence[str]) -> str:
-    """ "rank 1 (host) differs from ranks 0, 2-3"; without a majority, who is wrong is not known."""
+    """Return "rank 1 (host) differs from ranks 0, 2-3"; without a majority, "ranks 0-1 (host) differ from one another"."""
     (value, count), *_ = Counter(values.values()).most_common(1)
-    usual = [rank for rank, own in values.items() if own == value]
+    usual = [rank for rank, other in values.items() if other == value]
     odd = [rank for rank in values if rank not in usual]
     if 2 * count > len(values):
-        return f"{_on_hosts(odd, hosts)} differs from {rank_words(usual)}"
-    return f"{_on_hosts(list(values), hosts)} differ from one another"
-
-
-def _on_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return f"{rank_words(ranks)} ({', '.join(sorted({hosts[rank] for rank in ranks}))})"
+        return f"{rank_words(odd, hosts)} differs from {rank_words(usual)}"
+    return f"{rank_words(list(values), hosts)} differ from one another"

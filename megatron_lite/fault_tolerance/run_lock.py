@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""Lock a folder for one run at a time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from pathlib import Path
 FILE_NAME = ".running"
 
 
-class RunInUse(RuntimeError):  # noqa: N818 - what is so, said as it is
-    """Another run is alive in the folder; the message names its machine and process."""
+class RunInUse(RuntimeError):  # noqa: N818
+    """Another run uses the folder; the message names its machine and process."""
 
 
 class RunLock:
-    """Holds a folder of a run from `acquire` to `close`, or to the end of the process: the system lets go of it then,
-    however the process ends, so that a run that was killed hinders no other one. The main process alone takes it.
+    """Lock of a run's folder from `acquire` to `close`. The main process holds it; the system releases it when that ends.
 
     Args:
-        folder: where the run writes; `.running` in it names the holder while there is one, or the last one that was killed.
-        key: of the configuration, that names the folder.
+        folder: `.running` in it names the holder, or the last holder that was killed.
+        key: the configuration key of the folder.
     """
 
     def __init__(self, folder: Path, key: str = "run.directory") -> None:
@@ -31,29 +30,30 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the folder, without waiting. Where the file system has no locks there is a warning instead.
+        """Lock the folder without waiting; warn if the file system has no locks.
 
         Raises:
-            RunInUse: another process has it.
+            RunInUse: another process holds the lock.
             OSError: the folder cannot be written.
         """
         while self._descriptor is None:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_at_its_place(descriptor):
+                if self._is_current(descriptor):
                     self._descriptor, descriptor = descriptor, -1
             except BlockingIOError:
-                holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that just began"
+                holder = (
+                    os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that has just started"
+                )
                 other = "run.name or run.directory" if self._key == "run.directory" else self._key
                 raise RunInUse(
-                    f"{self._key} = {self._path.parent} is in use by a run that is alive ({holder}): wait for its end or stop "
-                    f"it, or give this one another {other}"
+                    f"{self._key} = {self._path.parent} is in use by a run that is alive ({holder}): wait for its end, stop it, "
+                    f"or set another {other} for this run"
                 ) from None
             except OSError as error:
                 warnings.warn(
-                    f"{self._key} = {self._path.parent} cannot be locked ({error.strerror}): see to it that no other run is "
-                    f"alive in it",
+                    f"{self._key} = {self._path.parent} cannot be locked ({error.strerror}): make sure that no other run uses it",
                     stacklevel=2,
                 )
                 return
@@ -64,14 +64,14 @@ class RunLock:
         os.pwrite(self._descriptor, f"{socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
 
     def close(self) -> None:
-        """Let go of the folder; nothing where it is not held."""
+        """Release the lock if it is held."""
         if self._descriptor is not None:
-            self._path.unlink(missing_ok=True)  # before others can have it
+            self._path.unlink(missing_ok=True)  # before another process can lock it
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _is_at_its_place(self, descriptor: int) -> bool:
-        """Return whether the locked file is still the one of that name: a run that ended in between has removed it."""
+    def _is_current(self, descriptor: int) -> bool:
+        """Return whether the locked file still has its name: a run that ended in between has removed it."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         except FileNotFoundError:
@@ -79,7 +79,7 @@ class RunLock:
 
 
 def hold_folders(folders: Mapping[str, Path], locks: ExitStack) -> list[Path]:
-    """Make and lock folders until `locks` is closed; a folder that is made here and stays empty is then removed.
+    """Make and lock folders until `locks` is closed, which removes the new folders that are still empty.
 
     Args:
         folders: configuration key -> folder. Two keys may name one folder.
@@ -88,7 +88,7 @@ def hold_folders(folders: Mapping[str, Path], locks: ExitStack) -> list[Path]:
         the locked folders, each once.
 
     Raises:
-        RunInUse: another process has one of them.
+        RunInUse: another process holds one of them.
         OSError: a folder cannot be made or written.
     """
     locked: list[Path] = []

@@ -1,16 +1,15 @@
-"""What DeepSpeed's bf16 optimizer does after a backward pass, in few large kernels and without its detours.
+"""Replace the gradient accumulation and the update of DeepSpeed's bf16 optimizer by few large kernels, with equal results.
 
-As it comes, it adds every gradient to float32 sums by way of a float32 copy, zeroes these sums twice a step and the gradients
-before every backward pass, flattens, reduces (which rounds sums over micro batches to bf16) and unflattens all of them on every
-process, a single one too, takes the norm of each, multiplies each, asks the device twice before it goes on, and writes the
-16-bit weights in a pass of their own. What is computed stays what it is.
+DeepSpeed accumulates gradients through float32 copies and zeroes buffers several times per step. It flattens, reduces and
+unflattens all gradients even on one process, which rounds the sums over micro-batches to bf16. It handles the norm and the
+clipping tensor by tensor, synchronises twice, and writes the 16-bit weights in a separate pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,16 +21,15 @@ _BUCKET = 1 << 26  # elements per reduce-scatter
 
 
 def patch_bf16_optimizer(engine: Any, zero: Any, replicas: int, *, release: bool, kernels: bool = False) -> None:
-    """Patch DeepSpeed's bf16 optimizer to read, write and keep its gradients less; other optimizers are left alone.
+    """Patch DeepSpeed's bf16 optimizer to read, write and store gradients less. Other optimizers do not change.
 
-    Afterwards `zero.skip_next()` has the next step change nothing, as a non-finite gradient does.
+    Afterwards `zero.skip_next()` makes the next step change nothing, as a non-finite gradient does.
 
     Args:
         replicas: processes whose gradients are summed.
-        release: give the memory of the float32 sums back after each step. Of use with an allocator that keeps it for others,
-            as CUDA's.
-        kernels: by Triton, which also spares the float32 sums where there is nothing to sum: one process, one micro batch. One
-            process with ZeRO 1 and all state in bf16, whose sums are autograd's, has the same step then.
+        release: free the float32 sums after each step. Useful with a caching allocator, as CUDA's.
+        kernels: use Triton. It needs no float32 sums with one process and one micro-batch, or with one process, ZeRO 1 and all
+            state in bf16, where autograd accumulates.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
@@ -39,7 +37,7 @@ def patch_bf16_optimizer(engine: Any, zero: Any, replicas: int, *, release: bool
     narrow = getattr(zero, "bf16_master_weights_and_gradients", False) and hasattr(zero, "bit16_groups")
     narrow = narrow and kernels and replicas == 1 and not pipeline and not zero.partition_gradients
     if narrow:
-        _name_alike(zero)
+        _add_bf16_names(zero)
     elif not isinstance(zero, BF16_Optimizer):
         return
     if replicas == 1:
@@ -49,19 +47,19 @@ def patch_bf16_optimizer(engine: Any, zero: Any, replicas: int, *, release: bool
 
     def reduce(**_: Any) -> None:
         for flat, group in zip(zero.fp32_groups_gradients_flat, zero.real_dp_process_group, strict=True):
-            average_own(flat, group, engine.communication_data_type)
+            average_local_slice(flat, group, engine.communication_data_type)
 
-    def single() -> bool:
+    def reads_in_place() -> bool:
         return narrow or (kernels and replicas == 1 and not pipeline and engine.gradient_accumulation_steps() == 1)
 
     engine.buffered_allreduce_fallback = reduce
-    step = PatchedStep(zero, single, release, _Kernels(zero) if kernels else _Torch(zero))
+    step = PatchedStep(zero, reads_in_place, release, _Kernels(zero) if kernels else _Torch(zero))
     zero.update_hp_grads, zero.step, zero.skip_next = step.add, step.step, step.skip_next
     zero.clear_lp_grads = zero.clear_hp_grads = zero.zero_grad = _nothing
 
 
-def _name_alike(zero: Any) -> None:
-    """Have the optimizer of ZeRO 1 that keeps all in bf16 name what it holds as the bf16 optimizer does."""
+def _add_bf16_names(zero: Any) -> None:
+    """Give the ZeRO 1 optimizer with all state in bf16 the attribute names of the bf16 optimizer."""
     zero.bf16_groups, zero.bf16_groups_flat = zero.bit16_groups, zero.bit16_groups_flat
     zero.bf16_partitioned_groups = zero.parallel_partitioned_bit16_groups
     zero.fp32_groups_flat_partition = zero.single_partition_of_fp32_groups
@@ -74,38 +72,26 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing where DeepSpeed would set gradients to zero: there are none."""
 
 
-class _Arithmetic(Protocol):
-    """The passes over gradients, master weights and moments. Gradients: for every group those of its parameters, or None
-    where they are in the group's float32 sums."""
-
-    def add(self, group: int, gradients: list[Tensor | None], fresh: bool) -> None:
-        """Add to the float32 sums, which hold nothing yet if fresh."""
-
-    def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
-        """Sum of squares over the gradients that this process is to count, of those whose optimizer state it has."""
-
-    def update(self, gradients: list[list[Tensor | None]] | None, factor: Tensor) -> None:
-        """AdamW with the gradients times the factor, a scalar; with NaN nothing."""
-
-    def settle(self, applied: bool) -> None:
-        """Take note of whether the update was applied, which the host knows now."""
-
-
 class PatchedStep:
-    """Replaces `update_hp_grads` and `step` of DeepSpeed's bf16 optimizer."""
+    """Replaces `update_hp_grads` and `step` of DeepSpeed's bf16 optimizer.
 
-    def __init__(self, zero: Any, single: Callable[[], bool], release: bool, arithmetic: _Arithmetic) -> None:
-        self._zero, self._single, self._release, self._arithmetic = zero, single, release, arithmetic
+    reads_in_place: returns whether the update reads the 16-bit gradients, without float32 sums.
+    """
+
+    def __init__(
+        self, zero: Any, reads_in_place: Callable[[], bool], release: bool, arithmetic: _Torch | _Kernels
+    ) -> None:
+        self._zero, self._reads_in_place, self._release, self._arithmetic = zero, reads_in_place, release, arithmetic
         self._skip, self._fresh = False, True
         for parameters, totals in zip(zero.bf16_groups, zero.fp32_groups_gradients, strict=True):
             for parameter, total in zip(parameters, totals, strict=True):
-                parameter._hp_grad = total  # which DeepSpeed reduces over the stages that share a weight
+                parameter._hp_grad = total  # DeepSpeed reduces it over the stages that share a weight
         self._clear()
 
     @torch.no_grad()
     def add(self, clear_lp_grads: bool = False) -> None:
         """Add the gradients of a backward pass to the float32 sums."""
-        if self._single():
+        if self._reads_in_place():
             return
         zero = self._zero
         for group, (parameters, flat) in enumerate(zip(zero.bf16_groups, zero.fp32_groups_gradients_flat, strict=True)):
@@ -122,7 +108,7 @@ class PatchedStep:
         zero, norm = self._zero, inf
         if not self._skip:
             gradients = None
-            if self._single():
+            if self._reads_in_place():
                 gradients = [[parameter.grad for parameter in parameters] for parameters in zero.bf16_groups]
             square = self._arithmetic.square(gradients)
             if zero.mpu is not None:
@@ -130,16 +116,16 @@ class PatchedStep:
             if dist.get_world_size(zero.dp_process_group) > 1:
                 dist.all_reduce(square, group=zero.dp_process_group)
             length = square.sqrt()
-            # Fetched before the update is queued: the host goes on to the next step while the device is at it.
+            # The copy to the host starts before the update is queued, so that the host does not wait for the update.
             fetch_norm = async_to_host(length)
             factor = (zero.clip_grad / (length + 1e-6)).clamp(max=1) if zero.clip_grad > 0 else torch.ones_like(length)
             self._arithmetic.update(gradients, torch.where(length.isfinite(), factor, nan).float())
             self._gather()
             (norm,) = fetch_norm()
-            self._arithmetic.settle(isfinite(norm))
+            self._arithmetic.count_update(isfinite(norm))
         self._skip, zero.overflow = False, not isfinite(norm)
         zero._global_grad_norm = inf if zero.overflow else norm
-        if self._single():
+        if self._reads_in_place():
             self._drop()
         self._clear()
 
@@ -147,17 +133,17 @@ class PatchedStep:
         self._skip = True
 
     def _drop(self) -> None:
-        """Free the 16-bit gradients: zeros, to which the next ones are added, would be memory read and written for nothing."""
+        """Free the 16-bit gradients, so that the next backward pass writes them instead of adding to zeros."""
         for parameters in self._zero.bf16_groups:
             for parameter in parameters:
                 parameter.grad = None
 
     def _clear(self) -> None:
-        """Forget the float32 sums."""
+        """Discard the float32 sums."""
         self._fresh = True
         if self._release:
             for flat in self._zero.fp32_groups_gradients_flat:
-                flat.untyped_storage().resize_(0)  # which all views of it share
+                flat.untyped_storage().resize_(0)  # shared by all its views
 
     def _padding(self, group: int) -> Tensor:
         used = self._zero.fp32_groups_actual_gradients_flat[group].numel()
@@ -176,10 +162,10 @@ class PatchedStep:
         )
 
 
-def _own_sums(zero: Any, group: int) -> list[tuple[Tensor, bool]]:
-    """Return the float32 sums of a group per parameter, as far as this process has their optimizer state.
+def _local_sums(zero: Any, group: int) -> list[tuple[Tensor, bool]]:
+    """Return the float32 sums of a group per parameter, cut to the optimizer state of this process.
 
-    With each: whether this process counts it in the norm. Of copies on several processes, one does.
+    With each: whether this process counts it in the norm. One of the processes that hold copies does.
     """
     from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
 
@@ -197,14 +183,18 @@ def _own_sums(zero: Any, group: int) -> list[tuple[Tensor, bool]]:
 
 
 class _Torch:
-    """By torch's own functions, over the float32 sums alone."""
+    """The passes over gradients, master weights and moments with PyTorch's functions.
+
+    `gradients` holds those of every group's parameters; None: they are in the float32 sums. This class reads only the sums.
+    """
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
-        sums = [_own_sums(zero, group) for group in range(len(zero.bf16_groups))]
+        sums = [_local_sums(zero, group) for group in range(len(zero.bf16_groups))]
         self._counted = [part for group in sums for part, counted in group if counted and part.numel()]
 
     def add(self, group: int, gradients: list[Tensor | None], fresh: bool) -> None:
+        """Add to the float32 sums, which are empty if `fresh`."""
         for total, gradient in zip(self._zero.fp32_groups_gradients[group], gradients, strict=True):
             if gradient is not None:
                 total.copy_(gradient.view(-1)) if fresh else total.add_(gradient.view(-1))
@@ -212,11 +202,13 @@ class _Torch:
                 total.zero_()
 
     def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
+        """Return the sum of squares over the gradients that this process counts."""
         if not self._counted:
             return self._zero.fp32_groups_flat_partition[0].new_zeros(1)
         return torch.stack(torch._foreach_norm(self._counted)).square().sum().view(1)
 
     def update(self, gradients: list[list[Tensor | None]] | None, factor: Tensor) -> None:
+        """Run AdamW with the gradients times the scalar `factor`; NaN changes nothing."""
         zero = self._zero
         if factor.isnan():
             return
@@ -225,22 +217,22 @@ class _Torch:
         ):
             master.grad = gradient.mul_(factor) if factor < 1 else gradient
         zero.optimizer.step()
-        for weight, master in zip(_own_weights(zero), zero.fp32_groups_flat_partition, strict=True):
+        for weight, master in zip(_local_weights(zero), zero.fp32_groups_flat_partition, strict=True):
             weight.copy_(master)
 
-    def settle(self, applied: bool) -> None:
-        pass
+    def count_update(self, applied: bool) -> None:
+        """Record whether the update was applied, as soon as the host knows it."""
 
 
 class _Kernels:
-    """By Triton's kernels, a launch a group."""
+    """The passes of `_Torch` with Triton, one launch per group."""
 
     def __init__(self, zero: Any) -> None:
         from megatron_lite.optim.fused_adamw import FlatSegments, GradientPointers
 
         self._zero, self._device = zero, zero.fp32_groups_flat_partition[0].device
-        sums = [_own_sums(zero, group) for group in range(len(zero.bf16_groups))]
-        self._own_sums = [[part for part, _ in group] for group in sums]
+        sums = [_local_sums(zero, group) for group in range(len(zero.bf16_groups))]
+        self._local_sums = [[part for part, _ in group] for group in sums]
         counted = [[counts for _, counts in group] for group in sums]
 
         def segments(tensors: list[list[Tensor]]) -> list[FlatSegments]:
@@ -251,7 +243,7 @@ class _Kernels:
 
         self._segments = segments(zero.bf16_groups)
         alone = all(dist.get_world_size(group) == 1 for group in zero.real_dp_process_group)
-        self._own_segments = self._segments if alone else segments(self._own_sums)
+        self._local_segments = self._segments if alone else segments(self._local_sums)
         self._partitions = [FlatSegments([master.numel()], self._device) for master in zero.fp32_groups_flat_partition]
         self._pointers: list[GradientPointers] = []
 
@@ -260,8 +252,8 @@ class _Kernels:
         segments.add(segments.pointers(_contiguous(gradients)), self._zero.fp32_groups_gradients_flat[group], fresh)
 
     def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
-        every = self._own_segments if gradients is None else self._segments
-        tensors: Sequence[Sequence[Tensor | None]] = self._own_sums
+        every = self._local_segments if gradients is None else self._segments
+        tensors: Sequence[Sequence[Tensor | None]] = self._local_sums
         if gradients is not None:
             tensors = [_contiguous(group) for group in gradients]
         self._pointers = [segments.pointers(group) for segments, group in zip(every, tensors, strict=True)]
@@ -277,10 +269,10 @@ class _Kernels:
             partitions = zero.fp32_groups_gradient_flat_partition
             segments = self._partitions
             pointers = [whole.pointers([partition]) for whole, partition in zip(segments, partitions, strict=True)]
-        weights = _own_weights(zero)
+        weights = _local_weights(zero)
         for group, master in enumerate(zero.fp32_groups_flat_partition):
             state, options = zero.optimizer.state[master], zero.optimizer.param_groups[group]
-            state["step"] = state["step"].cpu()  # is there from the second time on
+            state["step"] = state["step"].cpu()
             segments[group].adamw(
                 pointers[group],
                 master,
@@ -295,14 +287,14 @@ class _Kernels:
                 weight_decay=options["weight_decay"],
             )
 
-    def settle(self, applied: bool) -> None:
+    def count_update(self, applied: bool) -> None:
         self._pointers = []
         for master in self._zero.fp32_groups_flat_partition:
             self._zero.optimizer.state[master]["step"] += applied
 
 
-def _own_weights(zero: Any) -> list[Tensor]:
-    """Return the part of every group's 16-bit weights of which this process has the master weights."""
+def _local_weights(zero: Any) -> list[Tensor]:
+    """Return the part of each group's 16-bit weights whose master weights this process holds."""
     return [
         partitions[dist.get_rank(group)]
         for partitions, group in zip(zero.bf16_partitioned_groups, zero.real_dp_process_group, strict=True)
@@ -313,13 +305,13 @@ def _contiguous(gradients: list[Tensor | None]) -> list[Tensor | None]:
     return [None if gradient is None else gradient.contiguous() for gradient in gradients]
 
 
-def average_own(flat: Tensor, group: Any, dtype: torch.dtype) -> None:
+def average_local_slice(flat: Tensor, group: Any, dtype: torch.dtype) -> None:
     """Replace this rank's slice of `flat` by its mean over the group (ZeRO 1, Rajbhandari et al. 2020, arXiv 1910.02054).
 
     Args:
-        flat: [processes x elements]; the r-th stretch of so many elements is of process r. The others are left as they are.
+        flat: [processes x elements]; slice r belongs to process r. The other slices do not change.
         group: the process group of the replicas.
-        dtype: in which the sum is sent and taken.
+        dtype: of the communication and the sum.
     """
     replicas = dist.get_world_size(group)
     rows = flat.view(replicas, -1)
@@ -329,7 +321,7 @@ def average_own(flat: Tensor, group: Any, dtype: torch.dtype) -> None:
         sent = columns.to(dtype).contiguous()
         total = torch.empty_like(into, dtype=dtype)
         work = dist.reduce_scatter_tensor(total, sent.view(-1), group=group, async_op=True)
-        # While this one is on its way, the one before it is put in its place.
+        # The previous bucket is copied while this one is reduced.
         if previous is not None:
             _finish_bucket(*previous, replicas)
         previous = work, total, into

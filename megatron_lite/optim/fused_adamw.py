@@ -1,8 +1,8 @@
-"""AdamW as one Triton kernel per parameter group, with the sums and the norm of its gradients (CUDA, or Triton's interpreter).
+"""AdamW as one Triton kernel per parameter group, with kernels for gradient accumulation and norm.
 
-Master weights and moments of a group are flat. Its gradients are segments in the same order at any address: one of 16 bits per
-parameter, as the backward pass leaves them, or a single flat one of float32. Copying them together first, clipping them in
-place and writing 16-bit weights in passes of their own would move two and a half times the bytes, in a launch a parameter.
+They run on CUDA and in Triton's interpreter. Master weights and moments of a group are flat. Its gradients are segments in the
+same order at any address: one 16-bit segment per parameter from the backward pass, or a single flat float32 segment. Separate
+passes that copy, clip and round would move two and a half times the bytes, with one launch per parameter.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 4096  # elements of one program: many, so that finding its segment is cheap, and few, so that the last ones end together
-_VECTOR = 8  # elements of 16 bits that are read at once
+_CHUNK = 4096  # elements per program: enough to pay for its lookup of the segment, few enough to balance the device
+_VECTOR = 8  # 16-bit elements per vector load
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,16 @@ class GradientPointers:
     """Addresses of gradients, in the order of their `FlatSegments`.
 
     Attributes:
-        addresses: int64 [segments], 0 for a gradient that is missing and counts as zeros.
-        wide: float32, not bfloat16.
-        aligned: addresses, sizes and offsets allow to read vectors.
+        addresses: int64 [segments], 0 for a missing gradient, which counts as zeros.
+        float32: the gradients are float32, not bfloat16.
+        aligned: addresses, sizes and offsets allow vector loads.
+        gradients: a reference that keeps their memory alive.
     """
 
     addresses: Tensor
-    wide: bool
+    float32: bool
     aligned: bool
-    gradients: Sequence[Tensor | None]  # which keeps their memory
+    gradients: Sequence[Tensor | None]
 
 
 class FlatSegments:
@@ -44,7 +45,7 @@ class FlatSegments:
 
     Args:
         sizes: elements of every segment, in order and without gaps from the beginning of the flat tensor.
-        counted: which of them `squares` counts; None: all.
+        counted: whether `squares` counts each segment; None: all.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device, counted: Sequence[bool] | None = None) -> None:
@@ -60,18 +61,18 @@ class FlatSegments:
     def pointers(self, gradients: Sequence[Tensor | None]) -> GradientPointers:
         """Return the addresses of the segments' gradients, contiguous, on the device, all float32 or all bfloat16."""
         addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
-        there = [gradient for gradient in gradients if gradient is not None]
+        present = [gradient for gradient in gradients if gradient is not None]
         host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        wide = bool(there) and there[0].dtype == torch.float32
+        float32 = bool(present) and present[0].dtype == torch.float32
         aligned = self._aligned and not any(address % 16 for address in addresses)
-        return GradientPointers(host.to(self._device, non_blocking=True), wide, aligned, gradients)
+        return GradientPointers(host.to(self._device, non_blocking=True), float32, aligned, gradients)
 
     def squares(self, gradients: GradientPointers, out: Tensor) -> None:
-        """Write sums of squares of stretches of the counted gradients, float32, to `out` [programs]."""
+        """Write the sum of squares of the counted gradients per program to `out`, float32 [programs]."""
         self._run(_squares, gradients, out, BLOCK=512, warps=4)
 
     def add(self, gradients: GradientPointers, total: Tensor, fresh: bool) -> None:
-        """Add the gradients to `total`, float32 [elements], which holds nothing yet if `fresh`."""
+        """Add the gradients to `total`, float32 [elements]; write them if `fresh`."""
         self._run(_add, gradients, total, fresh, aligned=total.data_ptr() % 16 == 0, BLOCK=1024, warps=8)
 
     def adamw(
@@ -94,8 +95,8 @@ class FlatSegments:
         Args:
             master, exp_avg, exp_avg_sq: [elements] each, of any floating dtype.
             weight: [elements], to which the new master weights are rounded.
-            factor: float32 scalar by which the gradients are multiplied; with NaN nothing is changed.
-            step: how many updates there are with this one.
+            factor: float32 scalar that multiplies the gradients; NaN changes nothing.
+            step: number of this update, from 1.
         """
         beta1, beta2 = betas
         flats = master, exp_avg, exp_avg_sq, weight
@@ -112,7 +113,7 @@ class FlatSegments:
             eps,
             aligned=all(flat.data_ptr() % 16 == 0 for flat in flats),
             BLOCK=2048,
-            # A thread reads 16 bytes of master weights at once, and of moments of the same width.
+            # One vector load per thread is 16 bytes of master weights or moments.
             warps=16 if master.dtype == torch.float32 else 8,
         )
 
@@ -131,7 +132,7 @@ class FlatSegments:
                 self._table,
                 gradients.addresses,
                 *arguments,
-                WIDE=gradients.wide,
+                FLOAT32=gradients.float32,
                 ALIGNED=gradients.aligned and aligned,
                 CHUNK=_CHUNK,
                 BLOCK=BLOCK,
@@ -140,8 +141,8 @@ class FlatSegments:
 
 
 @triton.jit
-def _own(owner, table, addresses, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
-    """This program's segment: where the program begins in it, its size, its offset, its address, and how much of it counts."""
+def _segment(owner, table, addresses, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the program's start in its segment, and the segment's size, offset, address and counted elements."""
     program = tl.program_id(0)
     segment = tl.load(owner + program)
     row = table + segment * 4
@@ -155,16 +156,16 @@ def _own(owner, table, addresses, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _gradient(address, index, size, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
-    """float32 elements of a segment; zeros beyond its size and where it is missing."""
-    there = (index < size) & (address != 0)
-    if WIDE:
+def _gradient(address, index, size, FLOAT32: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return elements of a segment in float32; zeros beyond its size and for a missing segment."""
+    present = (index < size) & (address != 0)
+    if FLOAT32:
         pointer = address.to(tl.pointer_type(tl.float32))
     else:
         pointer = address.to(tl.pointer_type(tl.bfloat16))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
-    return tl.load(pointer + index, mask=there, other=0.0).to(tl.float32)
+    return tl.load(pointer + index, mask=present, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -173,16 +174,16 @@ def _squares(
     table,
     addresses,
     out,
-    WIDE: tl.constexpr,
+    FLOAT32: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    start, _, _, address, limit = _own(owner, table, addresses, ALIGNED, CHUNK)
+    start, _, _, address, limit = _segment(owner, table, addresses, ALIGNED, CHUNK)
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(CHUNK // BLOCK):
         index = start + block * BLOCK + tl.arange(0, BLOCK)
-        gradient = _gradient(address, index, limit, WIDE, ALIGNED)
+        gradient = _gradient(address, index, limit, FLOAT32, ALIGNED)
         total += gradient * gradient
     tl.store(out + tl.program_id(0), tl.sum(total, axis=0))
 
@@ -194,16 +195,16 @@ def _add(
     addresses,
     total,
     FRESH: tl.constexpr,
-    WIDE: tl.constexpr,
+    FLOAT32: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    start, size, offset, address, _ = _own(owner, table, addresses, ALIGNED, CHUNK)
+    start, size, offset, address, _ = _segment(owner, table, addresses, ALIGNED, CHUNK)
     for block in range(CHUNK // BLOCK):
         index = start + block * BLOCK + tl.arange(0, BLOCK)
         sums = total + (offset + index)
-        value = _gradient(address, index, size, WIDE, ALIGNED)
+        value = _gradient(address, index, size, FLOAT32, ALIGNED)
         if not FRESH:
             value += tl.load(sums, mask=index < size, other=0.0)
         tl.store(sums, value, mask=index < size)
@@ -225,28 +226,28 @@ def _adamw(
     rate,
     root,
     eps,
-    WIDE: tl.constexpr,
+    FLOAT32: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    start, size, offset, address, _ = _own(owner, table, addresses, ALIGNED, CHUNK)
+    start, size, offset, address, _ = _segment(owner, table, addresses, ALIGNED, CHUNK)
     scale = tl.load(factor)
     if scale == scale:
         for block in range(CHUNK // BLOCK):
             index = start + block * BLOCK + tl.arange(0, BLOCK)
-            there = index < size
+            inside = index < size
             flat = offset + index
-            gradient = _gradient(address, index, size, WIDE, ALIGNED) * scale
-            first = tl.load(exp_avg + flat, mask=there, other=0.0).to(tl.float32)
-            second = tl.load(exp_avg_sq + flat, mask=there, other=0.0).to(tl.float32)
-            parameter = tl.load(master + flat, mask=there, other=0.0).to(tl.float32)
-            # beta and 1 - beta as two numbers of float32 do not add up to 1, which moments would gather from step to step.
+            gradient = _gradient(address, index, size, FLOAT32, ALIGNED) * scale
+            first = tl.load(exp_avg + flat, mask=inside, other=0.0).to(tl.float32)
+            second = tl.load(exp_avg_sq + flat, mask=inside, other=0.0).to(tl.float32)
+            parameter = tl.load(master + flat, mask=inside, other=0.0).to(tl.float32)
+            # In float32, beta and 1 - beta do not add up to 1. The moments would accumulate that error.
             first += rest1 * (gradient - first)
             second += rest2 * (gradient * gradient - second)
             parameter -= decay * parameter
             parameter -= rate * tl.div_rn(first, tl.sqrt_rn(second) * root + eps)
-            tl.store(exp_avg + flat, first.to(exp_avg.dtype.element_ty), mask=there)
-            tl.store(exp_avg_sq + flat, second.to(exp_avg_sq.dtype.element_ty), mask=there)
-            tl.store(master + flat, parameter.to(master.dtype.element_ty), mask=there)
-            tl.store(weight + flat, parameter.to(weight.dtype.element_ty), mask=there)
+            tl.store(exp_avg + flat, first.to(exp_avg.dtype.element_ty), mask=inside)
+            tl.store(exp_avg_sq + flat, second.to(exp_avg_sq.dtype.element_ty), mask=inside)
+            tl.store(master + flat, parameter.to(master.dtype.element_ty), mask=inside)
+            tl.store(weight + flat, parameter.to(weight.dtype.element_ty), mask=inside)

@@ -18,9 +18,9 @@ def learning_rate(
     min_ratio: float,
     wsd_decay_fraction: float = 0.2,
 ) -> float:
-    """The learning rate of one step.
+    """Return the learning rate of one step.
 
-    Warmup rises linearly so that step `warmup_steps - 1` has the peak and step 0 already moves (peak / warmup_steps).
+    The warmup rises linearly from peak / warmup_steps at step 0 to the peak at step `warmup_steps - 1`.
     After it, with t = (step - warmup_steps) / (decay_steps - warmup_steps) clamped to [0, 1]:
 
     - constant: peak

@@ -1,4 +1,4 @@
-"""AdamW with the parameter groups that the configuration asks for."""
+"""AdamW with one parameter group with weight decay and one without."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ def build_optimizer(
     no_weight_decay: Collection[str],
     filler: nn.Parameter | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019), fused, in two groups: with and without weight decay.
+    """Return fused AdamW (Loshchilov and Hutter 2019) with two groups: with and without weight decay.
 
     Args:
         parameters: each once, with its kind (`parameter_kind`).
-        no_weight_decay: kinds that do not decay, of "norm", "bias", "decay", "embedding".
-        filler: makes a group of its own where one of the two would be empty. ZeRO has a collective a group, so pipeline
-            stages must agree on their number.
+        no_weight_decay: kinds without weight decay: "norm", "bias", "decay", "embedding".
+        filler: fills a group that would be empty. ZeRO has one collective per group, so all pipeline stages need both groups.
     """
     decay: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
@@ -38,15 +37,15 @@ def build_optimizer(
         for params, value in ((decay, weight_decay), (exempt, 0.0))
         if params  # ZeRO cannot flatten an empty group
     ]
-    # fused: one kernel a group, on the CPU too; DeepSpeed's own Adam would compile for most of a minute at start.
+    # fused: one kernel per group, on the CPU too. DeepSpeed's Adam would compile for most of a minute at the start.
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def parameter_kind(module: nn.Module, name: str) -> str:
-    """What a parameter is: "norm", "bias", "decay", "embedding" or "weight".
+    """Return the kind of a parameter: "norm", "bias", "decay", "embedding" or "weight".
 
-    The module that owns the parameter says it in `parameter_kinds` (local name to kind); an unlisted name that ends in
-    "bias" is a bias, anything else a weight.
+    `parameter_kinds` of the parameter's module (local name to kind) decides. Any other name is a bias if it ends in "bias",
+    else a weight.
     """
     *path, local = name.split(".")
     owner = module.get_submodule(".".join(path))

@@ -1,7 +1,7 @@
-"""What DeepSpeed's ZeRO optimizers hold for this process, under the names of the model's parameters.
+"""Access the state of DeepSpeed's ZeRO optimizers by the names of the model's parameters.
 
-Stages 1 and 2, stage 1 in bf16 and stage 3 keep master weights and AdamW's moments in flat buffers of three kinds. All
-that reads or writes inside them stands here.
+Stages 1 and 2, stage 1 in bf16, and stage 3 store master weights and moments in flat buffers of three different formats. Only
+this file reads and writes them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ShardedParameter:
 
     Attributes:
         name: canonical parameter name.
-        shard: which part of the full tensor tensor parallelism gave to this process.
-        primary: among processes that hold the same values, this one writes them.
+        shard: the part of the full tensor that tensor parallelism gave to this process.
+        primary: of the processes that hold equal values, this one writes them.
     """
 
     name: str
@@ -40,12 +40,9 @@ class OptimizerFragment:
     """The part of one parameter's training state that this process owns.
 
     Attributes:
-        name: canonical parameter name.
-        shard: which part of the full tensor tensor parallelism gave to this process.
+        name, shard, primary: as in `ShardedParameter`.
         start: offset of the fragment in the flattened shard.
-        primary: this process is the one to write it; others hold the same values.
-        tensors: "weight", "exp_avg", "exp_avg_sq": views [numel] of the live state, in float32 or, where it is kept so, bf16;
-            writing to them changes it.
+        tensors: "weight", "exp_avg", "exp_avg_sq": views [numel] of the live state in float32, or bf16 if it is stored so.
     """
 
     name: str
@@ -57,14 +54,14 @@ class OptimizerFragment:
 
 @dataclass(frozen=True)
 class NamedBuffer:
-    """A flat tensor [elements] and name -> (first element, number of elements) of what lies in it."""
+    """A flat tensor [elements] and name -> (first element, number of elements) of the tensors in it."""
 
     buffer: Tensor
     ranges: dict[str, tuple[int, int]]
 
 
 def concatenated(tensors: Sequence[tuple[str, Tensor]]) -> list[NamedBuffer]:
-    """Return a copy of named tensors of one dtype in one buffer; nothing where there is none."""
+    """Return a copy of named tensors of one dtype in one buffer; an empty list without tensors."""
     if not tensors:
         return []
     starts = accumulate((tensor.numel() for _, tensor in tensors), initial=0)
@@ -86,7 +83,7 @@ class OptimizerState:
     ) -> None:
         self._zero, self._adamw, self._parameters = zero, adamw, list(parameters)
         self._stage, self._dtype, self._grid = stage, dtype, grid
-        # AdamW makes its state at the first step; a checkpoint may be loaded into it before that.
+        # AdamW creates its state at the first step, but a checkpoint may be loaded before.
         for flat in self._flats:
             adamw.state[flat] = {
                 "step": torch.zeros((), dtype=torch.float32, device=flat.device),
@@ -95,7 +92,7 @@ class OptimizerState:
             }
 
     def fragments(self) -> Iterator[OptimizerFragment]:
-        """Return the training state that this process owns, parameter by parameter."""
+        """Yield the training state that this process owns, parameter by parameter."""
         for sharded in self._parameters:
             parameter = sharded.parameter
             if self._stage == 3:
@@ -111,15 +108,15 @@ class OptimizerState:
                 yield OptimizerFragment(sharded.name, sharded.shard, start, sharded.primary, tensors)
 
     def buffers(self) -> Iterator[Tensor]:
-        """Return the flat buffers behind the fragments: master weights and both moments of each parameter group, with padding."""
+        """Yield the flat buffers of the fragments: master weights and both moments of each parameter group, with padding."""
         for flat in self._flats:
             state = self._adamw.state[flat]
             yield from (flat.data, state["exp_avg"], state["exp_avg_sq"])
 
     def weight_buffers(self) -> list[NamedBuffer]:
-        """Return the weights that every data and context rank holds whole, as the forward pass reads them.
+        """Return the weights that the forward pass reads, as far as every data and context rank holds equal copies.
 
-        Under stage 3 those are the small weights that stay gathered, in a copy; none while they are not gathered.
+        Under stage 3 these are copies of the small weights that stay gathered; none while they are not gathered.
         """
         if self._stage == 3:
             names = {id(sharded.parameter): f"weight {sharded.name}" for sharded in self._parameters}
@@ -130,7 +127,7 @@ class OptimizerState:
         return [NamedBuffer(flat, self._ranges_in(flat)) for flat in flats]
 
     def tensor_replicas(self) -> list[list[tuple[str, Tensor]]]:
-        """Return what every rank of a tensor group holds alike: views of weights, master weights and moments, with their names.
+        """Return views of the weights, master weights and moments that all ranks of a tensor group hold, with their names.
 
         Tensors of one list have one dtype.
         """
@@ -142,13 +139,13 @@ class OptimizerState:
         fragments = [fragment for fragment in self.fragments() if fragment.shard.count == 1]
         kinds = {"weight": "master weight", "exp_avg": "exp_avg of", "exp_avg_sq": "exp_avg_sq of"}
         state = [
-            [(f"{words} {fragment.name}", fragment.tensors[kind]) for fragment in fragments]
-            for kind, words in kinds.items()
+            [(f"{label} {fragment.name}", fragment.tensors[kind]) for fragment in fragments]
+            for kind, label in kinds.items()
         ]
         return [weights, *state]
 
     def _ranges_in(self, flat: Tensor) -> dict[str, tuple[int, int]]:
-        """Name -> first element and number of elements of the parameters whose memory is in `flat`."""
+        """Return name -> (first element, number of elements) of the parameters whose memory is in `flat`."""
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         return {
             f"weight {sharded.name}": (
@@ -160,10 +157,9 @@ class OptimizerState:
         }
 
     def finish_load(self, step: int) -> None:
-        """After the fragments were written to: set the optimizer's step count, refresh the 16-bit or gathered copies.
+        """Set the step count and refresh the 16-bit or gathered copies, after the fragments were written.
 
-        Args:
-            step: updates that the optimizer has applied (skipped steps do not count).
+        step: updates that the optimizer has applied, without skipped steps.
         """
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
@@ -171,7 +167,7 @@ class OptimizerState:
             for sharded in self._parameters:
                 weight = self._partition(sharded.parameter)[1]["weight"]
                 sharded.parameter.ds_tensor.data.view(-1)[: weight.numel()].copy_(weight)
-            # Small ones, otherwise kept gathered: the next forward pass gathers them anew.
+            # Small weights stay gathered. The next forward pass must gather them again.
             if persistent := self._zero.persistent_parameters:
                 persistent[0].partition(persistent, has_been_updated=False)
         elif hasattr(self._zero, "update_lp_params"):
@@ -186,8 +182,8 @@ class OptimizerState:
 
     @property
     def steps(self) -> int:
-        """Updates that the optimizer has applied, those of a run whose state it was given included."""
-        # The most of all: AdamW does not count for a tensor without gradients.
+        """Return the updates that the optimizer has applied, those before a resume included."""
+        # The maximum, because AdamW does not count for a tensor without gradients.
         return max((int(state["step"].item()) for state in self._adamw.state.values()), default=0)
 
     def set_learning_rate(self, lr: float) -> None:
@@ -196,11 +192,8 @@ class OptimizerState:
             group["lr"] = lr
 
     def mark_step_invalid(self) -> None:
-        """Have every process skip the next update.
-
-        A non-finite gradient on one process makes ZeRO do so, and release its buffers properly.
-        """
-        if hasattr(self._zero, "skip_next"):  # a PatchedStep
+        """Make every process skip the next update, by `skip_next` or by a NaN gradient on this process."""
+        if hasattr(self._zero, "skip_next"):
             self._zero.skip_next()
         else:
             first = next(gradients[0] for gradients in self._zero.averaged_gradients.values() if gradients)
@@ -226,13 +219,13 @@ class OptimizerState:
 
     @property
     def _flats(self) -> list[Tensor]:
-        """Return the flat float32 master weights of this process, one tensor a parameter group; each ZeRO optimizer has a name
-        of its own for them (stage 3; stages 1 and 2; stage 1 in bf16)."""
+        """Return the flat master weights of this process, one tensor per parameter group."""
+        # Of stage 3; stages 1 and 2; stage 1 in bf16.
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         return next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))
 
     def _partition(self, parameter: Any) -> tuple[int, dict[str, Tensor]]:
-        """Under stage 3: where this process's part of a parameter starts, and its state."""
+        """Return the start of this process's part of a parameter under stage 3, and its state."""
         per_rank = parameter.ds_tensor.ds_numel
         start = self._grid.replica_rank * per_rank
         numel = max(0, min(per_rank, parameter.ds_numel - start))  # the last ranks hold padding

@@ -1,4 +1,4 @@
-"""The collectives of the trainer, over the replicas or over all ranks, and device scalars fetched without a wait."""
+"""Collectives over the replicas or over all ranks, and asynchronous copies of device scalars to the host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Context parallelism: a sequence over several processes, each with a contiguous local shard of it.
+"""Context parallelism: several processes share a sequence, each with a contiguous local shard of it.
 
-The layers decide what they exchange: states, total decays, and the few tokens that a short convolution reads. This file
-gives them the collective: an all-gather whose gradient is a reduce-scatter.
+The layers exchange states, total decays, and the few tokens that a short convolution reads. This file provides their
+collective: an all-gather whose gradient is a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_lite.parallel.grid import Grid
 
 @dataclass(frozen=True)
 class ContextParallelGroup:
-    """The processes that share a sequence, as one of them sees them.
+    """The processes that share a sequence.
 
     Attributes:
-        group, index, count: the process group, this process's number in it, and the number of processes.
+        group, index, count: the process group, this process's rank in it, and its size.
     """
 
     group: dist.ProcessGroup
@@ -41,16 +41,16 @@ class ContextParallelGroup:
 
 
 def context_parallel_group(grid: Grid) -> ContextParallelGroup | None:
-    """Return the group of this process, or None where sequences are whole."""
+    """Return the group of this process; None without context parallelism."""
     if grid.context_group is None:
         return None
     return ContextParallelGroup(grid.context_group, grid.context_rank, grid.context_size)
 
 
 def local_shard(batch: Mapping[str, Tensor], group: ContextParallelGroup) -> dict[str, Tensor]:
-    """Return this process's shard of a batch: every [batch, length] tensor is cut along the length.
+    """Return this process's shard of a batch: its part of every [batch, length] tensor along the length.
 
-    `cu_seqlens` stays that of the whole row: the start of a packed sequence decides what it takes from previous ranks.
+    `cu_seqlens` describes the whole row: the start of a packed sequence decides what it receives from previous ranks.
     """
     length = batch["tokens"].shape[1] // group.count
     return {

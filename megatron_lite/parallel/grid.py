@@ -1,7 +1,7 @@
-"""This process's coordinates among all processes of the run.
+"""The coordinates of this process among all processes of the run.
 
-The environment says everything (`torchrun`, `srun` and the deepspeed launcher all set it): RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Without them the run has one process, which talks to nobody and needs no port.
+They follow from the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun, srun and
+the deepspeed launcher set. Without them the run has one process, which needs no port.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from megatron_lite.parallel.launcher import claim_rank, join_launcher
 class Grid:
     """Coordinates of this process.
 
-    rank = ((pipe_rank * data_size + data_rank) * context_size + context_rank) * tensor_size + tensor_rank: processes
-    that talk most are neighbours, on one machine where there is room.
+    rank = ((pipe_rank * data_size + data_rank) * context_size + context_rank) * tensor_size + tensor_rank, so that ranks with
+    much communication are neighbours, on one machine if possible.
 
     Attributes:
         rank, world_size: over all processes of the run.
         local_rank: on this machine; the index of its GPU.
-        data_rank, data_size: which samples it reads.
-        context_rank, context_size: which part of each sequence it holds.
-        tensor_rank, tensor_size: which part of each layer it holds.
-        pipe_rank, pipe_size: which layers it holds.
-        device: where this process computes.
-        tensor_group, context_group: the processes that differ in that coordinate alone; None where there is one.
+        data_rank, data_size: decide the samples it reads.
+        context_rank, context_size: decide the part of each sequence it holds.
+        tensor_rank, tensor_size: decide the part of each layer it holds.
+        pipe_rank, pipe_size: decide the layers it holds.
+        device: the device of this process.
+        tensor_group, context_group: the processes that differ in that coordinate only; None for a single process.
     """
 
     rank: int
@@ -54,39 +54,38 @@ class Grid:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes logs, progress and shared files."""
+        """Return whether this process writes logs, progress and shared files."""
         return self.rank == 0
 
     @property
     def replicas(self) -> int:
-        """Processes that hold the same weights and each a share of the gradient: data ranks x context ranks."""
+        """Return data ranks x context ranks: the processes with equal weights whose gradients are summed."""
         return self.data_size * self.context_size
 
     @property
     def replica_rank(self) -> int:
-        """Place among the replicas."""
+        """Return the rank among the replicas."""
         return self.data_rank * self.context_size + self.context_rank
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process computes the loss."""
+        """Return whether this process computes the loss."""
         return self.pipe_rank == self.pipe_size - 1
 
 
 def init_grid(
     device: str = "auto", timeout_minutes: float = 30.0, *, tensor: int = 1, pipeline: int = 1, context: int = 1
 ) -> Grid:
-    """Join the run that the environment describes and return this process's place in it.
+    """Join the run that the environment describes and return this process's coordinates.
 
     Args:
-        device: "cpu", "cuda", or "auto" for CUDA where there is one.
-        timeout_minutes: a collective that waits longer than this fails, which ends a run whose peer has died.
-        tensor, pipeline, context: sizes of the parallel dimensions; data ranks are what is left.
+        device: "cpu", "cuda", or "auto" for CUDA if there is a device.
+        timeout_minutes: timeout of collectives, which ends a run whose peer has died.
+        tensor, pipeline, context: parallel sizes; the data size follows.
 
     Raises:
-        ValueError: CUDA is asked for and absent, there are more processes on a machine than GPUs, or the sizes do not
-            divide the processes.
-        RankRefused: this process is left over from an earlier start, or its rank is taken.
+        ValueError: "cuda" without a device, more processes on a machine than GPUs, or sizes that do not divide the processes.
+        RankRefused: this process belongs to an earlier start, or its rank is taken.
     """
     rank, world_size, local_rank = (
         int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
@@ -100,14 +99,14 @@ def init_grid(
         torch.cuda.set_device(place)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        # Tensors of two MiB and more in huge pages: a step allocates its activations anew, and a small page costs a fault.
+        # Huge pages for tensors of two MiB and more: every step allocates its activations, with one page fault per page.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         _keep_freed_memory()
     if not dist.is_initialized():
         backend = "nccl" if place.type == "cuda" else "gloo"
         limit = timedelta(minutes=timeout_minutes)
         if world_size == 1:
-            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+            os.environ.setdefault("LOCAL_RANK", "0")  # required by DeepSpeed
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         else:
             store = _store(rank, world_size, limit)
@@ -136,24 +135,26 @@ def init_grid(
 
 
 def _group(ranks: torch.Tensor, dimension: int, rank: int, *, urgent: bool = False) -> dist.ProcessGroup | None:
-    """The group of the processes that differ from `rank` in one dimension alone; every process builds all of them.
+    """Return the group of the processes that differ from `rank` in one dimension only. Every process builds all groups.
 
-    urgent: NCCL's kernels of the group go before others that wait for room on the device.
+    urgent: NCCL's kernels of the group have priority over other kernels.
     """
     if ranks.shape[dimension] == 1:
         return None
-    own = None
+    local = None
     for members in ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if urgent else None
         group = dist.new_group(members, pg_options=options)
         if rank in members:
-            own = group
-    return own
+            local = group
+    return local
 
 
 def _store(rank: int, world_size: int, limit: timedelta) -> dist.Store:
-    """Return the store in which the ranks find one another. Between machines each restart has a new one
-    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, docs/guide/launch.md). Raises RankRefused."""
+    """Return the rendezvous store. Raises RankRefused.
+
+    Between machines each restart has a new store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, docs/guide/launch.md).
+    """
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         store = join_launcher(store, world_size, limit.total_seconds())
@@ -162,11 +163,11 @@ def _store(rank: int, world_size: int, limit: timedelta) -> dist.Store:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc keep what a step frees: given back to the system, it costs a fault a page in the next step."""
+    """Let glibc keep freed memory. Returned to the system, it would cost one page fault per page in the next step."""
     mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError):  # another libc
         libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 32 << 20)  # the most that it takes
+        libc.mallopt(mmap_threshold, 32 << 20)  # its maximum
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
@@ -176,7 +177,7 @@ def _device(name: str, local_rank: int) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("run.device: cuda is asked for, but torch sees no CUDA device; use run.device=cpu or auto")
+        raise ValueError("run.device = cuda: torch sees no CUDA device; set run.device=cpu or auto")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"LOCAL_RANK {local_rank}: this machine has {torch.cuda.device_count()} GPUs; "

@@ -11,37 +11,34 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a process asks for `end_with_launcher` before it spends seconds on imports
+if TYPE_CHECKING:  # `end_with_launcher` is called before the slow imports
     import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class RankRefused(RuntimeError):  # noqa: N818 - what happened, said as it is
-    """This process belongs to no run that is alive, or its place is taken; the message names who has it."""
+    """This process belongs to a run that has ended, or its rank is taken; the message names the holder."""
 
 
 def end_with_launcher() -> None:
-    """Let the kernel kill this process when its launcher (torchrun, deepspeed) dies.
+    """Let the kernel kill this process when its launcher (torchrun, deepspeed) dies. Does nothing without a launcher or Linux.
 
-    An orphan would keep its GPU, and could join the next run on the same port. Nothing where there is no launcher, or no
-    Linux.
+    An orphan would keep its GPU, and could join the next run on the same port.
     """
     if not _has_launcher():
         return
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # the launcher died before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_stranded_launcher(seconds: float = 5.0) -> None:
-    """Kill torchrun where the store of its rendezvous cannot be reached: it would wait for it without end.
+    """Kill torchrun if the store of its rendezvous is unreachable, because it would wait without end.
 
-    Args:
-        seconds: how long the address in the environment variable METALION_RENDEZVOUS (host:port) has to answer. Without the
-            variable nothing happens.
+    seconds: timeout of the address in the environment variable METALION_RENDEZVOUS (host:port). Does nothing without it.
     """
     host, _, port = os.environ.get("METALION_RENDEZVOUS", "").rpartition(":")
     if host and _has_launcher():
@@ -56,7 +53,7 @@ def _has_launcher() -> bool:
 
 
 def claim_rank(store: dist.Store, rank: int) -> None:
-    """Claim a rank of this attempt in the store of the run. Raises RankRefused where another process has it."""
+    """Claim a rank of this attempt in the store of the run. Raises RankRefused if another process holds it."""
     claim = f"{socket.gethostname()}, process {os.getpid()}"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     holder = store.compare_set(f"attempt_{attempt}/rank_{rank}", "", claim).decode()
@@ -67,13 +64,10 @@ def claim_rank(store: dist.Store, rank: int) -> None:
 
 
 def join_launcher(store: dist.Store, world_size: int, seconds: float) -> dist.Store:
-    """Wait for all ranks of this launcher and return a store that they alone use.
+    """Wait for all ranks of this launcher, at most `seconds`, and return a store that only they use.
 
-    torchrun on one machine keeps its store over a restart, with the addresses of processes that died, and processes of an
-    earlier torchrun may reach it on the same port. The launcher's start time and process id tell them apart.
-
-    Args:
-        seconds: longest time to wait.
+    torchrun on one machine keeps its store over a restart, with the addresses of processes that died. Processes of an earlier
+    torchrun may reach it on the same port. The launcher's start time and process id distinguish them.
 
     Raises:
         RankRefused: a launcher that started later uses the store.
@@ -88,7 +82,7 @@ def join_launcher(store: dist.Store, world_size: int, seconds: float) -> dist.St
         newest = int(store.get("newest_launcher")) if store.check(["newest_launcher"]) else -1
         if newest > started:
             raise RankRefused(
-                f"process {os.getpid()} belongs to a launcher that has ended; the one at this port started later. It ends"
+                f"process {os.getpid()} belongs to a launcher that has ended, and a later one uses its port: the process ends"
             )
         if newest < started:
             store.set("newest_launcher", str(started))
@@ -98,7 +92,7 @@ def join_launcher(store: dist.Store, world_size: int, seconds: float) -> dist.St
 
 
 def _start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 where that is not known."""
+    """Return the start time of a process in clock ticks since boot; 0 if it is unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

@@ -37,10 +37,10 @@ class ShardingSpec(StrEnum):
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a tensor a process holds: part `index` of `count` equal ones along `dim`; count 1 is all of it.
+    """The part of a tensor that a process holds: part `index` of `count` equal ones along `dim`. Count 1 is all of it.
 
-    A piece of a checkpoint is a range of the flattened shard. Shards along the first dimension are ranges of the
-    flattened tensor too.
+    A piece of a checkpoint is a range of the flattened shard. A shard along the first dimension is a range of the flattened
+    tensor too.
     """
 
     dim: int = 0
@@ -48,11 +48,7 @@ class Shard:
     count: int = 1
 
     def cut(self, full: Tensor) -> Tensor:
-        """This part of a full tensor, as a view.
-
-        Raises:
-            ValueError: the dimension does not divide.
-        """
+        """Return this part of a full tensor as a view. Raises ValueError if the count does not divide the dimension."""
         if self.count == 1:
             return full
         size = full.shape[self.dim]
@@ -61,7 +57,7 @@ class Shard:
         return full.narrow(self.dim, self.index * (size // self.count), size // self.count)
 
     def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of this part of a tensor of shape `full`."""
+        """Return the shape of this part of a tensor of shape `full`."""
         return (*full[: self.dim], full[self.dim] // self.count, *full[self.dim + 1 :]) if self.count > 1 else full
 
 
@@ -88,13 +84,15 @@ def sharding_specs(module: nn.Module) -> dict[str, ShardingSpec]:
 
 def spec_of(module: nn.Module, name: str) -> str | None:
     """Return the spec that the plans in `module` give to a parameter or buffer; None if no plan names it."""
-    return _spec(module, name.split("."))
+    first, _, rest = name.partition(".")
+    inner = spec_of(getattr(module, first), rest) if rest else None
+    return getattr(module, "tensor_parallel_plan", {}).get(first) if inner is None else inner
 
 
 def shard_of(spec: str | None, shape: tuple[int, ...], index: int, count: int) -> Shard:
     """Return the shard of a tensor of shape `shape` with this spec on rank `index` of `count` of a tensor-parallel group.
 
-    The bias of a row-parallel linear layer (one dimension) is whole: it is added once, after the sum.
+    The bias of a row-parallel linear layer (one dimension) is not sharded: it is added once, after the all-reduce.
     """
     if count == 1:
         return Shard()
@@ -103,11 +101,3 @@ def shard_of(spec: str | None, shape: tuple[int, ...], index: int, count: int) -
     if spec == ShardingSpec.ROW and len(shape) == 2:
         return Shard(1, index, count)
     return Shard()
-
-
-def _spec(module: nn.Module, path: list[str]) -> str | None:
-    spec = getattr(module, "tensor_parallel_plan", {}).get(path[0])
-    if len(path) > 1:
-        inner = _spec(getattr(module, path[0]), path[1:])
-        spec = inner if inner is not None else spec
-    return spec

@@ -1,8 +1,9 @@
 """Estimate the bytes that each kind of parallelism sends per step, and the step time over given links.
 
-Bytes that one process sends per step, with T = micro-batch size x sequence length of this process, d hidden size, L layers and
-P parameters on this process, m micro-batches and w bytes per element. Ring algorithms (Patarasuk and Yuan 2009): an
-all-reduce of S bytes over n processes sends 2 S (n - 1) / n, an all-gather or reduce-scatter S (n - 1) / n.
+The table gives the bytes that one process sends per step. T is micro-batch size x sequence length, P the number of parameters
+and L the number of layers, all of this process. d is the hidden size, m the number of micro-batches, w the bytes per element.
+Ring algorithms (Patarasuk and Yuan 2009): an all-reduce of S bytes over n processes sends 2 S (n - 1) / n, an all-gather or
+reduce-scatter S (n - 1) / n.
 
 | kind                   | per step                                                                                 |
 |------------------------|------------------------------------------------------------------------------------------|

@@ -10,7 +10,7 @@ A mixer is an `nn.Module` with
   parameter_kinds               optimizer kinds of parameters, see CONTRIBUTING.md
 and, where the default does not hold,
   check(config, options)        static: raises ValueError with the key if the shape cannot be built (default: no check)
-  cut_sizes(config, options)    static: sizes besides the heads that tensor parallelism splits, by config key
+  sharded_sizes(config, options)    static: sizes besides the heads that tensor parallelism splits, by config key
   causal                        False if a token sees later tokens; an option of that name takes precedence
   supports_context_parallel     whether it runs on a local shard of a sequence (default: it does not)
 

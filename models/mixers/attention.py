@@ -81,7 +81,7 @@ class Attention(nn.Module):
             require_divisor(key, options.num_kv_heads, "model.num_heads", config.num_heads)
 
     @staticmethod
-    def cut_sizes(config: ModelShape, options: AttentionOptions) -> dict[str, int]:
+    def sharded_sizes(config: ModelShape, options: AttentionOptions) -> dict[str, int]:
         """Return num_kv_heads: tensor parallelism also splits the heads of keys and values."""
         return {"model.mixer_options.attention.num_kv_heads": options.num_kv_heads or config.num_heads}
 

@@ -85,7 +85,7 @@ class HGRN2(nn.Module):
         self._size = size
 
     @staticmethod
-    def cut_sizes(config: ModelShape, options: HGRN2Options) -> dict[str, int]:
+    def sharded_sizes(config: ModelShape, options: HGRN2Options) -> dict[str, int]:
         """Return size 1, which no tensor-parallel degree divides, if the norm averages all channels."""
         return {"model.mixer_options.hgrn2.norm_over: all": 1} if options.norm_over == "all" else {}
 

@@ -90,7 +90,7 @@ class Mamba(nn.Module):
         require_divisor(key, options.groups, "expand * model.hidden_size", options.expand * config.hidden_size)
 
     @staticmethod
-    def cut_sizes(config: ModelShape, options: MambaOptions) -> dict[str, int]:
+    def sharded_sizes(config: ModelShape, options: MambaOptions) -> dict[str, int]:
         """Return the number of groups: tensor parallelism splits between groups only."""
         return {"model.mixer_options.mamba.groups": options.groups}
 

@@ -250,7 +250,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_spares_the_previous_checkpoint(a
     assert done.returncode == 1, done.stderr
     assert "could not write the checkpoint" in done.stderr
     assert "GiB free" in done.stderr
-    assert "Earlier checkpoints are untouched" in done.stderr
+    assert "Earlier checkpoints did not change" in done.stderr
     folder = tmp_path / "run" / "checkpoints"
     assert not list(folder.glob(".step_*.writing"))
     assert checkpoint.resolve(tmp_path / "run").name == "step_00000004"
@@ -288,7 +288,7 @@ def test_a_corrupted_checkpoint_is_named_and_the_newest_readable_one_is_resumed(
     again = arguments(**{"checkpoint.resume": "newest_readable"})
     assert train.main(again) == 0
     out, error = capsys.readouterr()
-    assert f"not readable: {step}: the file weights-00000.safetensors is corrupted" in error
+    assert f"unreadable checkpoint: {step}: the file weights-00000.safetensors is corrupted" in error
     assert "step_00000006 at step 6\n" in out
     aside = tmp_path / "run" / "checkpoints.1"
     assert f"later checkpoints and metrics are moved to {aside} and " in out

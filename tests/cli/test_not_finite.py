@@ -11,7 +11,7 @@ import train
 from megatron_lite import trainer
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.checkpoint import writer
-from megatron_lite.engine.engine import Engine, Evaluated
+from megatron_lite.engine.engine import Engine, EvaluationSums
 from tools import generate
 
 NAME = "exp_avg of blocks.0.norm1.weight"
@@ -87,7 +87,7 @@ def test_checkpoint_not_finite_is_refused_everywhere(arguments, tmp_path, monkey
 def test_held_out_loss_not_finite_ends_the_run(arguments, tmp_path, monkeypatch, capsys):
     words = arguments(**{"schedule.train_steps": 2})
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "evaluate", lambda *_: Evaluated(math.nan, 8.0, None))
+        patch.setattr(Engine, "evaluate", lambda *_: EvaluationSums(math.nan, 8.0, None))
         assert train.main(words) == 1
     error = capsys.readouterr().err
     assert "the validation loss of step 2 is not finite: all weights and moments are finite" in error

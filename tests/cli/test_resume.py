@@ -76,7 +76,9 @@ def test_a_run_from_another_one_that_is_queued_again_goes_on_from_its_own_checkp
         patch.setattr(Trainer, "_save_due", lambda trainer: signal.raise_signal(signal.SIGUSR1))
         assert train.main(words) == 0
     out = capsys.readouterr().out
-    assert f"checkpoint.resume = {source} was for the first start: this run goes on from its own checkpoints" in out
+    assert (
+        f"checkpoint.resume = {source} applies to the first start only: resuming from this run's own checkpoints" in out
+    )
     assert "step_00000003 at step 3\n" in out
     assert "\nthe same command resumes from there" in out
     assert train.main(words) == 0
@@ -102,7 +104,7 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert train.main([*words, "schedule.train_steps=8"]) == 2
-    assert "name another step folder, or let the run go on from the newest" in capsys.readouterr().err
+    assert "name another step folder, or resume from the newest complete" in capsys.readouterr().err
     back = f"checkpoint.resume={checkpoints.relative_to(tmp_path) / 'step_00000004'}"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)  # the path as it is given is not the run's own word for it

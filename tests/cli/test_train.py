@@ -142,7 +142,7 @@ def test_non_finite_steps_stop_the_run_with_a_dump(arguments, tmp_path, capsys):
     words = arguments(**{"optimizer.lr": 1e30, "optimizer.gradient_clipping": 0.0, "run.max_skipped_steps": 3})
     assert train.main([*words, "schedule.train_steps=50"]) == 1
     error = capsys.readouterr().err
-    assert "3 steps in a row were skipped" in error
+    assert "3 consecutive steps were skipped" in error
     (dump,) = (tmp_path / "run").glob("skipped_step_*.json")
     assert dump.name in error
     history = json.loads(dump.read_text())

@@ -58,7 +58,7 @@ def _is_named(started: StartedCommand, rank: int) -> bool:
     """Freeze one rank, wait for the error of the others, and kill it. Return whether the error names it."""
     victim = started.ranks()[rank]
     started.signal(signal.SIGSTOP, [victim])
-    error = rf"error: rank {rank} \([^)]*process {victim}, .*silent for \d+ s: killed, frozen or cut off"
+    error = rf"error: rank {rank} \([^)]*process {victim}, .*silent for \d+ s: killed, frozen or disconnected"
     is_named = started.wait_until(lambda: re.search(error, started.log.read_text()), 60)
     started.signal(signal.SIGKILL, [victim])
     return is_named

@@ -32,7 +32,7 @@ def test_different_configuration_and_checkout_are_named(launch, arguments, tmp_p
     agent = launch(arguments(), *SHELL[1:], script, "train", options=SHELL[:1])
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode != 0
-    assert "error: the processes of this run are not alike; nothing was started" in output
+    assert "error: the processes of this run differ; nothing was started" in output
     assert re.search(r"configuration: run\.seed: rank 0 \(\S+\) 1234; rank 1 \(\S+\) 7\n", output)
     assert re.search(
         r"code: models/layers/mlp\.py: rank 0 \(\S+\) SHA-256 \w{12}; rank 1 \(\S+\) SHA-256 \w{12}\n", output

@@ -99,7 +99,7 @@ def test_hanging_rank_is_named_and_every_rank_prints_its_stacks(launch, argument
     stacks = output.split("Timeout: rank 1 of 2")[1]
     assert re.search(r'inject\.py", line \d+ in forward', stacks)
     assert re.search(
-        r"rank 0 waited in vain: rank 1 .* is alive and did not come: \S*inject\.py:\d+ forward", output
+        r"rank 0 waited in vain: rank 1 .* is alive and did not join: \S*inject\.py:\d+ forward", output
     ), output
 
 
@@ -152,9 +152,7 @@ def test_slow_rank_is_named(launch, arguments, tmp_path):
     agent = launch(["slow", "1", "1", *arguments(**{"logging.spread_interval": 2})], *INJECT)
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode == 0, output
-    assert re.search(
-        r"step 4: rank 1 \(\S+\) takes for the forward pass of its layers \d{3,} ms, the others", output
-    ), output
+    assert re.search(r"step 4: rank 1 \(\S+\) takes for its forward pass \d{3,} ms, the median is", output), output
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     measured = [line for line in lines if "step_seconds_spread" in line]
     assert [line["step"] for line in measured] == [2, 4, 6, 8]

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.engine.engine import Evaluated
+from megatron_lite.engine.engine import EvaluationSums
 from megatron_lite.validation import ValidationSet, evaluate
 
 
 def measured(
-    sums: dict[str, Evaluated], shares: dict[str, float], total_bytes: int | None = None, limit: int | None = 3
+    sums: dict[str, EvaluationSums], shares: dict[str, float], total_bytes: int | None = None, limit: int | None = 3
 ) -> dict[str, float]:
     """Of a set of 100 tokens, of which each part is asked for at most `limit` micro batches."""
 
-    def part_sums(batches: Any) -> Evaluated:
+    def part_sums(batches: Any) -> EvaluationSums:
         name, asked = batches
         assert asked == limit
         return sums[name]
@@ -27,7 +27,7 @@ def measured(
 
 
 def test_every_part_counts_by_its_share_of_the_set():
-    sums = {"books": Evaluated(20.0, 10.0, 5.0), "web": Evaluated(6.0, 2.0, 2.0)}
+    sums = {"books": EvaluationSums(20.0, 10.0, 5.0), "web": EvaluationSums(6.0, 2.0, 2.0)}
     values = measured(sums, {"books": 0.75, "web": 0.25}, total_bytes=400)
     assert values.pop("seconds") >= 0
     assert values == pytest.approx(
@@ -45,22 +45,22 @@ def test_every_part_counts_by_its_share_of_the_set():
 
 def test_of_the_whole_set_every_token_that_is_asked_for_counts_alike():
     """Parts of as many tokens may have masked tokens unevenly: ends of documents are never masked."""
-    sums = {"books": Evaluated(20.0, 10.0, 5.0), "notes": Evaluated(6.0, 2.0, 2.0)}
+    sums = {"books": EvaluationSums(20.0, 10.0, 5.0), "notes": EvaluationSums(6.0, 2.0, 2.0)}
     values = measured(sums, {"books": 0.5, "notes": 0.5}, limit=None)
     assert (values["loss"], values["accuracy"]) == pytest.approx((26 / 12, 7 / 12))
     assert (values["loss/books"], values["loss/notes"]) == (2.0, 3.0)
 
 
 def test_a_part_in_which_no_token_is_asked_for_has_no_loss_and_leaves_that_of_the_set():
-    sums = {"books": Evaluated(20.0, 10.0, 5.0), "notes": Evaluated(0.0, 0.0, 0.0)}
+    sums = {"books": EvaluationSums(20.0, 10.0, 5.0), "notes": EvaluationSums(0.0, 0.0, 0.0)}
     values = measured(sums, {"books": 0.9, "notes": 0.1})
     assert (values["loss"], values["accuracy"]) == pytest.approx((2.0, 0.5))
     assert "loss/notes" not in values
-    assert math.isnan(measured({"": Evaluated(0.0, 0.0, None)}, {"": 1.0})["loss"])
+    assert math.isnan(measured({"": EvaluationSums(0.0, 0.0, None)}, {"": 1.0})["loss"])
 
 
 def test_one_part_without_a_name_and_a_loss_beyond_all_numbers():
-    values = measured({"": Evaluated(8000.0, 10.0, None)}, {"": 1.0})
+    values = measured({"": EvaluationSums(8000.0, 10.0, None)}, {"": 1.0})
     assert set(values) == {"loss", "perplexity", "evaluated_tokens", "seconds"}
     assert values["loss"] == 800.0
     assert values["perplexity"] == math.exp(700)

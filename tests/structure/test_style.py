@@ -30,7 +30,7 @@ LONGEST_SENTENCE = 35
 LIMITS = {
     # package: private words, docstrings of public functions that do not begin with a verb, sentences that are too long
     "data": (0, 0, 0),
-    "megatron_lite": (33, 22, 5),
+    "megatron_lite": (0, 0, 0),
     "models": (10, 0, 13),
     "tools": (4, 3, 1),
     "docs": (1, 0, 0),  # CHANGELOG.md names a former function

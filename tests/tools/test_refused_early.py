@@ -23,7 +23,7 @@ SYNTHETIC = "tools.synthetic.command.synthetic_command"
 CASES = [
     ("eval", "NONE --suite superglue", TASKS, "nothing does not exist .*: a run folder, .* is needed"),
     ("eval", "NONE --tasks piqa --data-dir DATA", TASKS, "nothing does not exist .*: a run folder, .* is needed"),
-    ("eval", "EMPTY --suite superglue", TASKS, "empty is no checkpoint: a run folder, .* is needed"),
+    ("eval", "EMPTY --suite superglue", TASKS, "empty is not a checkpoint: a run folder, .* is needed"),
     ("eval", "RUN --suite superglue --dtype int8", TASKS, "dtype = 'int8': allowed are auto, fp32"),
     ("eval", "RUN --suite superglue --device nope", TASKS, "the device 'nope' is not here"),
     (

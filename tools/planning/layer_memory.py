@@ -49,7 +49,7 @@ def layer_costs(
     tensor = None
     if layout.tensor > 1:
         selective = parallel.activation_checkpointing.mode == "selective"
-        tensor = TensorGroup(group, 0, layout.tensor, sequence=layout.sequence_parallel, products_kept=selective)
+        tensor = TensorGroup(group, 0, layout.tensor, sequence=layout.sequence_parallel, stores_matmuls=selective)
     # The last rank receives a state from every previous rank.
     ranks = ContextParallelGroup(group, layout.context - 1, layout.context) if layout.context > 1 else None
     tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64, device=device)

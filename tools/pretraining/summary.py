@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from data.atomic_io import write_json
-from megatron_lite.checkpoint.reader import is_own_checkpoint, layout_words, read_config_yaml, read_manifest
+from megatron_lite.checkpoint.reader import describe_layout, is_own_checkpoint, read_config_yaml, read_manifest
 from megatron_lite.config.loader import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
@@ -145,7 +145,7 @@ def start_message(
     most = "" if config.batch.ramp.start is None else "up to "
     return (
         f"{config.run.name}: {'+'.join(dict.fromkeys(config.model.mixers))}, {parameters / 1e6:.1f} M parameters, "
-        f"{layout_words(engine.layout)} on {engine.grid.device.type}\n"
+        f"{describe_layout(engine.layout)} on {engine.grid.device.type}\n"
         f"{config.schedule.train_steps:,} steps of {most}{config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
         f"from {data.train_tokens / 1e6:,.1f} M tokens of text; "
         + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from step 0")
@@ -156,7 +156,7 @@ def _resharded(engine: Engine, source: Path) -> str:
     stored = read_manifest(source)["layout"]
     if {**engine.layout, **stored} == engine.layout:
         return ""
-    return f", written by {layout_words(stored)}, resharded to this layout"
+    return f", written by {describe_layout(stored)}, resharded to this layout"
 
 
 def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:

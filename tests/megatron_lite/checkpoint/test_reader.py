@@ -76,8 +76,8 @@ def test_sha256sum_checks_a_step_folder(tmp_path):
         (("files", "../../x"), {"bytes": 1, "sha256": ""}, r"names '../../x': only names of files inside"),
         (("files", "/etc/hostname"), {"bytes": 1, "sha256": ""}, r"names '/etc/hostname': only names"),
         (("tensors", "head.norm.weight", "pieces", 0, "rank"), 7, r"it lists no file weights-00007"),
-        (("tensors", "head.norm.weight", "pieces", 0, "start"), 1, "no piece goes on at element 0"),
-        (("tensors", "head.norm.weight", "shape"), [3], "no piece goes on at element 2"),
+        (("tensors", "head.norm.weight", "pieces", 0, "start"), 1, "no piece holds element 0"),
+        (("tensors", "head.norm.weight", "shape"), [3], "no piece holds element 2"),
     ],
 )
 def test_a_wrong_manifest_of_an_earlier_version_is_refused(tmp_path, path, value, message):
@@ -103,7 +103,7 @@ def test_pieces_that_overlap_beside_a_gap_are_refused(tmp_path):
     piece = {"rank": 0, "start": 0, "numel": 3}
     manifest["tensors"]["embedding.weight"]["pieces"] = [piece, piece]  # six elements in all
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="no piece goes on at element 3"):
+    with pytest.raises(CheckpointError, match="no piece holds element 3"):
         reader.read_weights(tmp_path)
 
 
@@ -152,7 +152,7 @@ def test_the_newest_whole_checkpoint(tmp_path):
     (tmp_path / "latest").write_text("step_00000001\n")  # what is later does not count
     assert newest_whole(tmp_path) == (first, [])
     (first / "config.yml").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole; checkpoint\.resume=never begins again"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete; checkpoint\.resume=never starts over"):
         newest_whole(tmp_path)
 
 

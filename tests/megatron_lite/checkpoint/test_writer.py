@@ -106,7 +106,7 @@ def test_a_failure_is_raised_at_a_later_step_and_spares_the_former(build, monkey
             writer._save.work.result(60)
             writer.settle(any_busy=False)
 
-    with pytest.raises(CheckpointError, match=r"step_00000002: No space left on device .* Earlier checkpoints are"):
+    with pytest.raises(CheckpointError, match=r"step_00000002: No space left on device .* Earlier checkpoints did"):
         later_steps()
     assert checkpoint.resolve(tmp_path).name == "step_00000001"
     assert not list(tmp_path.glob(".step_*"))

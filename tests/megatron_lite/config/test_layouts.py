@@ -45,7 +45,7 @@ def test_data_ranks_are_what_the_model_leaves() -> None:
         (3, ["parallel.tensor=3"], r"parallel.tensor = 3 does not divide model.num_heads = 4"),
         (8, ["parallel.tensor=8"], r"num_heads = 4.*nearest legal layouts: tensor 4 x pipeline 1 x context 1"),
         (2, ["parallel.tensor=2", "model.vocab_size=97"], r"tensor = 2 does not divide model.vocab_size = 97"),
-        (8, ["parallel.pipeline=8"], r"parallel.pipeline = 8: at most one stage a block, model.num_layers = 4"),
+        (8, ["parallel.pipeline=8"], r"parallel.pipeline = 8: at most one stage per block, model.num_layers = 4"),
         (
             2,
             ["parallel.pipeline=2", "parallel.zero_stage=2"],

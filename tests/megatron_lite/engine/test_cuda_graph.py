@@ -17,21 +17,21 @@ SMALL, LARGE = torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3, requires
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Record:
+    class Graphs:
         parameters: tuple[Tensor, ...] = ()
 
         def __init__(self, _blocks: Any, _layers: Any, like: Tensor) -> None:
             self.rows = len(like)
 
-        def moved(self) -> bool:
+        def has_moved_parameters(self) -> bool:
             return False
 
     class Replay:
         @staticmethod
-        def apply(record: Record, *_: Any) -> str:
-            return f"replay of {record.rows}"
+        def apply(graphs: Graphs, *_: Any) -> str:
+            return f"replay of {graphs.rows}"
 
-    monkeypatch.setattr(captured, "_Record", Record)
+    monkeypatch.setattr(captured, "_Graphs", Graphs)
     monkeypatch.setattr(captured, "_Replay", Replay)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
@@ -61,7 +61,7 @@ def test_what_waits_for_the_device_is_not_recorded_and_said_once() -> None:
         warnings.simplefilter("always")
         assert [call(SMALL) for _ in range(4)] == ["tried", "tried", "otherwise", "otherwise"]
     texts = [str(warning.message) for warning in caught]
-    assert len([text for text in texts if text.startswith("parallel.cuda_graph = true: a block waits")]) == 1
+    assert len([text for text in texts if text.startswith("parallel.cuda_graph = true: a block synchronises")]) == 1
     assert texts.count("something else") == 2
     assert len(texts) == 3
 
@@ -70,7 +70,7 @@ def test_a_recording_that_fails_names_the_key(monkeypatch: pytest.MonkeyPatch) -
     def fails(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(captured, "_Record", fails)
+    monkeypatch.setattr(captured, "_Graphs", fails)
     call = build()
     assert [call(SMALL), call(SMALL)] == ["tried"] * 2
     with pytest.raises(RuntimeError, match=r"parallel.cuda_graph = true: .* set it to false"):

@@ -86,7 +86,7 @@ def test_a_checkpoint_that_lacks_a_piece_is_refused(build, tmp_path):
         whole, piece["numel"] = dict(piece), 6000
         piece.update(change)
         file.write_text(json.dumps(manifest))
-        with pytest.raises(CheckpointError, match=r"weight of embedding\.weight: no piece goes on at element"):
+        with pytest.raises(CheckpointError, match=r"weight of embedding\.weight: no piece holds element"):
             checkpoint.read_weights(tmp_path)
         piece.update(whole)
 

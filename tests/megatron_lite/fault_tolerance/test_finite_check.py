@@ -29,7 +29,9 @@ def test_tensors_not_finite_in_the_dtype_of_a_file_are_refused(tmp_path):
     tensors = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1.0, 1e6])}
     shapes = dict.fromkeys(tensors, (2,))
     write_tensors(tmp_path / "float32", shapes, tensors.items())
-    with pytest.raises(ValueError, match=r"not finite as float16, and not written: b\. Take .* a wider dtype"):
+    with pytest.raises(
+        ValueError, match=r"not finite as float16, and not written: b\. Use .* a dtype with a larger range"
+    ):
         write_tensors(tmp_path / "float16", shapes, tensors.items(), dtype=torch.float16)
 
 

@@ -256,8 +256,8 @@ def test_a_step_saved_again_stays_until_the_new_one_has_its_place(tmp_path, monk
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "is no checkpoint: a run folder"),
-        (lambda folder: (folder / "latest").write_text("step_00000009\n"), "names step_00000009, which is no complete"),
+        (lambda folder: None, "is not a checkpoint: a run folder"),
+        (lambda folder: (folder / "latest").write_text("step_00000009\n"), "names step_00000009, which is incomplete"),
     ],
 )
 def test_a_folder_without_a_checkpoint_says_what_it_looked_for(tmp_path, make, message):
@@ -278,7 +278,7 @@ def test_which_paths_are_a_runs_own_checkpoints(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("form", "version"), [("other", 1), (checkpoint.FORMAT, 3)])
 def test_a_foreign_manifest_is_refused(tmp_path, form, version):
     (tmp_path / "manifest.json").write_text(json.dumps({"format": form, "version": version, "files": {}}))
-    with pytest.raises(checkpoint.CheckpointError, match=f"format '{form}' version {version}; this program reads"):
+    with pytest.raises(checkpoint.CheckpointError, match=f"format '{form}' version {version}; "):
         checkpoint.read_manifest(tmp_path)
 
 
@@ -315,7 +315,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_and_is_tried_agai
 
 def test_skipped_steps_of_an_earlier_start_count(tmp_path):
     counter = SkipCounter(3, tmp_path, in_a_row=2)
-    with pytest.raises(TooManySkippedSteps, match="3 steps in a row were skipped"):
+    with pytest.raises(TooManySkippedSteps, match="3 consecutive steps were skipped"):
         counter.record(step=7, skipped=True, samples=(24, 28), loss=math.nan, gradient_norm=math.inf)
     state = TrainState(skipped_steps=2, skipped_in_a_row=2)
     assert TrainState.from_dict(asdict(state)).skipped_in_a_row == 2

@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.fault_tolerance.straggler_detection import Spread, SpreadMeter
+from megatron_lite.fault_tolerance.straggler_detection import Spread, StragglerDetector
 from megatron_lite.parallel.grid import Grid
 
 STAGES = (0, 0, 1, 1)
 
 
-def meter_of(ranks: int, interval: int = 2) -> SpreadMeter:
+def meter_of(ranks: int, interval: int = 2) -> StragglerDetector:
     grid = Grid(0, ranks, 0, data_rank=0, data_size=ranks, device=torch.device("cpu"))
-    meter = SpreadMeter([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], grid, interval)
+    meter = StragglerDetector([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], grid, interval)
     meter._hosts = [f"gpu{rank}" for rank in range(ranks)]
     return meter
 
 
-def judged(meter: SpreadMeter, data: list[float], forward: list[float], probe: list[float]) -> Spread:
+def judged(meter: StragglerDetector, data: list[float], forward: list[float], probe: list[float]) -> Spread:
     return meter._judge([list(map(float, row)) for row in zip(STAGES, data, forward, probe, strict=True)])
 
 
@@ -33,14 +33,14 @@ def test_a_rank_is_compared_within_its_stage_and_named_when_it_is_slow_twice_run
         assert (found.slowest, found.ratio, found.probe_ratio) == (3, pytest.approx(0.465 / 0.31), pytest.approx(2.0))
         assert len(found.slow) == said
     assert found.slow == [
-        "rank 0 (gpu0) takes for a fixed matrix product 20 ms, the others 10 ms: every process waits for it",
-        "rank 3 (gpu3) takes for the forward pass of its layers 455 ms, the others 300 ms: every process waits for it",
+        "rank 0 (gpu0) takes for a fixed matmul 20 ms, the median is 10 ms: every process waits for it",
+        "rank 3 (gpu3) takes for its forward pass 455 ms, the median is 300 ms: every process waits for it",
     ]
     assert judged(meter, **usual).slow == []
     waiting = {**usual, "data": [0.01, 0.2, 0.01, 0.01]}
     assert (judged(meter, **waiting).slow, judged(meter, **waiting).slowest) == ([], 1)
     (sentence,) = judged(meter, **waiting).slow
-    assert sentence.startswith("rank 1 (gpu1) waits for its data 200 ms, the others 10 ms")
+    assert sentence.startswith("rank 1 (gpu1) waits for data 200 ms, the median is 10 ms")
 
 
 def test_what_is_little_in_seconds_or_as_a_share_is_noise():
@@ -53,8 +53,8 @@ def test_what_is_little_in_seconds_or_as_a_share_is_noise():
 
 def test_the_forward_passes_of_a_step_that_is_due_are_timed():
     meter = meter_of(2, interval=3)
-    assert [step for step in range(1, 10) if meter.due(step)] == [3, 6, 9]
-    assert not any(meter_of(1, interval=1).due(step) for step in range(5))
+    assert [step for step in range(1, 10) if meter.is_due(step)] == [3, 6, 9]
+    assert not any(meter_of(1, interval=1).is_due(step) for step in range(5))
     for step, passes in ((3, 4), (4, 0), (6, 4)):
         with meter.timing(step):
             for layer in (*meter._layers, *meter._layers):

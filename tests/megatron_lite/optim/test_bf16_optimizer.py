@@ -89,7 +89,7 @@ def check_parts(
             with torch.no_grad():
                 found[step] += passes.square(None).item()
                 passes.update(None, factor)
-                passes.settle(True)
+                passes.count_update(True)
         assert [int(state["step"]) for state in zero.optimizer.state.values()] == [2, 2]
         masters.append(zero.fp32_groups_flat_partition)
         weights.append([partitions[rank] for partitions in zero.bf16_partitioned_groups])

@@ -32,7 +32,7 @@ def test_the_own_stretch_is_the_mean_and_the_others_stay(monkeypatch, dtype, buc
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_scatter)
-    bf16_optimizer.average_own(own, "replicas", dtype)
+    bf16_optimizer.average_local_slice(own, "replicas", dtype)
     a, b, c = (flat.view(3, 10)[1].to(dtype) for flat in flats)
     assert at == 10
     assert torch.equal(own.view(3, 10)[1], (a + b + c).float() / 3)

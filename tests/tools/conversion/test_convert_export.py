@@ -177,7 +177,7 @@ def test_a_disk_that_fills_up_in_any_file(masked_run: Path, tmp_path: Path, caps
 
 def test_what_is_no_checkpoint(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in capsys.readouterr().err
     run = tmp_path / "run"
     shutil.copytree(trained_run, run, ignore=shutil.ignore_patterns("SHA256SUMS"))
     config = run / "checkpoints" / "step_00000030" / "config.yml"

@@ -64,7 +64,7 @@ def test_a_tokenizer_larger_than_the_model(trained_run: Path, monkeypatch: pytes
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         load_model(tmp_path)
 
 
