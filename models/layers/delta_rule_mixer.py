@@ -148,7 +148,7 @@ class DeltaRuleMixer(nn.Module):
         delta_rule_sizes(config, options)
 
     @staticmethod
-    def cut_sizes(config: ModelShape, options: DeltaRuleOptions) -> dict[str, int]:
+    def sharded_sizes(config: ModelShape, options: DeltaRuleOptions) -> dict[str, int]:
         """Return the key heads, which tensor parallelism splits with their groups of value heads."""
         return {f"model.mixer_options.{options.mixer}.num_heads": options.num_heads or config.num_heads}
 
