@@ -162,7 +162,7 @@ def publish(temporary: Path, final: Path, manifest: Mapping[str, Any], config_ya
     """
     write_text(temporary / CONFIG, config_yaml)
     write_text(temporary / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    sums = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+    sums = {name: entry["sha256"] for name, entry in manifest.get("files", {}).items()}
     sums |= {name: file_sha256(temporary / name) for name in (CONFIG, MANIFEST)}
     write_text(temporary / FILE_NAME, checksums_text(sums))
     former = final.with_name(f".{final.name}.former.writing")

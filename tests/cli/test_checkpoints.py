@@ -278,7 +278,7 @@ def test_a_corrupted_checkpoint_is_named_and_the_newest_readable_one_is_resumed(
     longer = arguments(**{"schedule.train_steps": 9})
     file.write_bytes(content[:-5])
     assert train.main(longer) == 2
-    assert f"weights-00000.safetensors has {len(content) - 5} bytes of {len(content)}" in capsys.readouterr().err
+    assert f"weights-00000.safetensors has {len(content) - 5} of {len(content)} bytes" in capsys.readouterr().err
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert train.main(longer) == 2
     error = capsys.readouterr().err

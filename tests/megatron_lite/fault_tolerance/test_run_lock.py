@@ -35,7 +35,7 @@ def test_the_key_of_the_folder_is_named(tmp_path):
     first, second = (RunLock(tmp_path, "checkpoint.directory") for _ in range(2))
     first.acquire()
     with pytest.raises(
-        RunInUse, match=rf"^checkpoint\.directory = {tmp_path} .* give this one another checkpoint\.directory$"
+        RunInUse, match=rf"^checkpoint\.directory = {tmp_path} .* set another checkpoint\.directory for this run$"
     ):
         second.acquire()
     first.close()
