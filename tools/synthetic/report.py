@@ -126,7 +126,7 @@ def figure(experiment: Experiment, cells: Cells, out: Path) -> None:
 
 
 def _draw_lines(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> None:
-    from tools.reporting.style import GRAY, label_lines, log_axes, series_style
+    from tools.reporting.style import GRAY, log_axes, series_style
 
     models = list(dict.fromkeys(model for _, model, _ in cells))
     for axes, task in zip(panels, dict.fromkeys(task for task, _, _ in cells), strict=True):
@@ -151,7 +151,8 @@ def _draw_lines(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> 
         low, high = axes.get_ylim()
         axes.set_ylim(min(-3, low), max(104, high))
     panels[0].set_ylabel("test accuracy, percent")
-    label_lines(panels[-1])
+    # A legend with markers: accuracies meet at 100 %, where labels at the lines would overlap.
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> None:
