@@ -73,7 +73,7 @@ def run_words(corpus: Path, folder: Path, name: str = "run", **changes: Any) -> 
 
 
 def start(words: list[str]) -> subprocess.Popen[str]:
-    """`python train.py` in a process of its own."""
+    """Start `python train.py` in another process."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *words],
         cwd=ROOT,
@@ -86,12 +86,12 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 def environment() -> dict[str, str]:
     """Return the environment of child processes, without variables of this process's launcher."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**variables, "OMP_NUM_THREADS": "1"}
 
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> Any:
-    """Poll until the condition holds; fails with the process's output when it ends before that."""
+    """Poll until the condition holds and return its value. Fail with the output of the process if it ends earlier."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         value = condition()
@@ -115,7 +115,7 @@ def train_lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    """Losses and gradient norms of every step, in float32 up to the order of the sums."""
+    """Compare losses and gradient norms of every step, in float32 up to the order of summation."""
     lines, others = train_lines(run), train_lines(other)
     assert [line["step"] for line in lines] == [line["step"] for line in others]
     for a, b in zip(lines, others, strict=True):

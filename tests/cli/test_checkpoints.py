@@ -1,4 +1,4 @@
-"""Checkpoints of `python train.py`: saves, interruptions, disks that fill up, and where a run begins."""
+"""Checkpoints of `python train.py`: saves, signals, kills, full disks and damaged files."""
 
 from __future__ import annotations
 
@@ -27,64 +27,64 @@ from tests.cli.conftest import ROOT, start, train_lines, wait_for
 def test_saves_follow_the_configuration(arguments, tmp_path):
     words = arguments(**{"checkpoint.interval": 2, "checkpoint.keep_last": 1, "checkpoint.log_spaced": "true"})
     assert train.main([*words, "checkpoint.extra_steps=[3]"]) == 0
-    kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*"))
-    assert kept == [f"step_{step:08d}" for step in (1, 2, 3, 4, 6, 8)]  # 6: the last one of the interval alone
+    saved = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert saved == [f"step_{step:08d}" for step in (1, 2, 3, 4, 6, 8)]  # 6: the last one of the interval alone
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
 
-def test_the_files_have_the_rights_of_new_files(arguments, tmp_path):
-    """Read a checkpoint of another member of a group on a shared disk."""
-    former = os.umask(0o027)
+def test_files_have_the_permissions_of_new_files(arguments, tmp_path):
+    """Let another member of a group read a checkpoint on a shared disk."""
+    mask = os.umask(0o027)
     try:
         assert train.main(arguments(**{"schedule.train_steps": 1})) == 0
     finally:
-        os.umask(former)
+        os.umask(mask)
     files = list((tmp_path / "run" / "checkpoints" / "step_00000001").iterdir())
     assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o640"}
 
 
-def test_saves_beside_training_are_those_of_a_run_that_stands_still(arguments, tmp_path):
+def test_asynchronous_saves_equal_synchronous_saves(arguments, tmp_path):
     settings = {"checkpoint.interval": 2, "checkpoint.keep_last": 2, "schedule.train_steps": 9}
-    assert train.main(arguments("still", **settings)) == 0
-    assert train.main(arguments("beside", **settings, **{"checkpoint.asynchronous": "true"})) == 0
-    assert train_lines(tmp_path / "still") == train_lines(tmp_path / "beside")
-    still, beside = (
+    assert train.main(arguments("synchronous", **settings)) == 0
+    assert train.main(arguments("asynchronous", **settings, **{"checkpoint.asynchronous": "true"})) == 0
+    assert train_lines(tmp_path / "synchronous") == train_lines(tmp_path / "asynchronous")
+    synchronous, asynchronous = (
         {
             path.parent.name: {
                 name: entry["sha256"] for name, entry in checkpoint.read_manifest(path.parent)["files"].items()
             }
             for path in (tmp_path / name / "checkpoints").glob("step_*/manifest.json")
         }
-        for name in ("still", "beside")
+        for name in ("synchronous", "asynchronous")
     )
-    assert still == beside
-    assert set(still) == {"step_00000008", "step_00000009"}
-    saves = [json.loads(line) for line in (tmp_path / "beside" / "metrics.jsonl").read_text().splitlines()]
+    assert synchronous == asynchronous
+    assert set(synchronous) == {"step_00000008", "step_00000009"}
+    saves = [json.loads(line) for line in (tmp_path / "asynchronous" / "metrics.jsonl").read_text().splitlines()]
     saves = [line for line in saves if line["kind"] == "checkpoint"]
     assert [line["step"] for line in saves] == [2, 4, 6, 8, 9]
     assert all(0 < line["stopped_seconds"] <= line["seconds"] for line in saves)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
-def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(arguments, tmp_path, number):
+def test_run_resumed_after_a_signal_equals_the_uninterrupted_one(arguments, tmp_path, number):
     steps = {"schedule.train_steps": 60, "checkpoint.interval": 0, "precision.dtype": "bf16"}
-    assert train.main(arguments("whole", **steps)) == 0
-    if number == signal.SIGUSR1:  # with another save on its way
+    assert train.main(arguments("uninterrupted", **steps)) == 0
+    if number == signal.SIGUSR1:  # during another save
         steps |= {"checkpoint.interval": 1, "checkpoint.asynchronous": "true"}
-    process = start(arguments("cut", **steps))
-    metrics = tmp_path / "cut" / "metrics.jsonl"
+    process = start(arguments("resumed", **steps))
+    metrics = tmp_path / "resumed" / "metrics.jsonl"
     wait_for(lambda: metrics.is_file() and metrics.read_text().count('"kind": "train"') >= 5, process)
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
     assert "stopped after step" in out
-    stopped = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "cut"))["step"]
+    stopped = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "resumed"))["step"]
     assert 5 <= stopped < 60
-    assert train.main(arguments("cut", **steps)) == 0
-    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
-    whole, cut = (checkpoint.read_weights(tmp_path / name) for name in ("whole", "cut"))
-    assert whole.keys() == cut.keys()
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert train.main(arguments("resumed", **steps)) == 0
+    assert train_lines(tmp_path / "resumed") == train_lines(tmp_path / "uninterrupted")
+    uninterrupted, resumed = (checkpoint.read_weights(tmp_path / name) for name in ("uninterrupted", "resumed"))
+    assert uninterrupted.keys() == resumed.keys()
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -95,29 +95,32 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(argumen
         ("tools.pretraining.prepare.summary", 3),
     ],
 )
-def test_the_signal_of_a_time_limit_outside_of_the_loop_ends_nothing(arguments, tmp_path, monkeypatch, place, step):
-    """Before it, one step is done and saved; after it the run is complete. By itself SIGUSR1 ends a process with 138."""
-    own = pkgutil.resolve_name(place)
+def test_pre_timeout_signal_outside_the_loop_does_not_end_the_process(arguments, tmp_path, monkeypatch, place, step):
+    """Stop after one saved step for a signal before the loop. Complete the run for a signal after it.
+
+    By default SIGUSR1 ends a process with status 138.
+    """
+    function = pkgutil.resolve_name(place)
 
     def signalled(*arguments, **more):
         signal.raise_signal(signal.SIGUSR1)
-        return own(*arguments, **more)
+        return function(*arguments, **more)
 
     def unhandled(*_):
-        raise AssertionError("SIGUSR1 was not taken")
+        raise AssertionError("SIGUSR1 has no handler")
 
     monkeypatch.setattr(place, signalled)
-    former = signal.signal(signal.SIGUSR1, unhandled)
+    previous = signal.signal(signal.SIGUSR1, unhandled)
     try:
         assert train.main(arguments(**{"schedule.train_steps": 3})) == 0
         assert signal.getsignal(signal.SIGUSR1) is unhandled
     finally:
-        signal.signal(signal.SIGUSR1, former)
+        signal.signal(signal.SIGUSR1, previous)
     assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] == step
 
 
-def test_the_signal_of_a_time_limit_before_a_run_begins(arguments, tmp_path):
-    """Run in a process of its own, from the time that its folder exists to the exit of the interpreter."""
+def test_pre_timeout_signal_during_the_start_saves_one_step(arguments, tmp_path):
+    """Send signals from the creation of the run folder to the exit of the interpreter."""
     process = start(arguments(**{"schedule.train_steps": 2}))
     wait_for((tmp_path / "run").is_dir, process)
     while process.poll() is None:
@@ -127,10 +130,9 @@ def test_the_signal_of_a_time_limit_before_a_run_begins(arguments, tmp_path):
     assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] == 1
 
 
-def test_a_signal_saves_before_what_is_measured_after_the_step(arguments, tmp_path):
-    """Validation and suites may take longer than a scheduler waits."""
+def test_signal_saves_before_the_validation_of_its_step(arguments, tmp_path):
     settings = {"evaluation.interval": 2, "evaluation.batches": 1, "checkpoint.interval": 0}
-    assert train.main(arguments("whole", **settings)) == 0
+    assert train.main(arguments("uninterrupted", **settings)) == 0
     step = Trainer._step
 
     def signalled(trainer, steps):
@@ -140,7 +142,7 @@ def test_a_signal_saves_before_what_is_measured_after_the_step(arguments, tmp_pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_step", signalled)
-        assert train.main(arguments("cut", **settings)) == 0
+        assert train.main(arguments("resumed", **settings)) == 0
 
     def lines(name):
         return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -149,21 +151,22 @@ def test_a_signal_saves_before_what_is_measured_after_the_step(arguments, tmp_pa
         step(trainer, steps)
         raise RuntimeError
 
-    assert [line["kind"] for line in lines("cut") if line["step"] == 4] == ["train", "checkpoint", "stop"]
+    assert [line["kind"] for line in lines("resumed") if line["step"] == 4] == ["train", "checkpoint", "stop"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_step", killed)
         with pytest.raises(RuntimeError):
-            train.main(arguments("cut", **settings))
-    assert train.main(arguments("cut", **settings)) == 0
-    whole, cut = (
-        [(v["step"], v["loss"]) for v in lines(name) if v["kind"] == "validation"] for name in ("whole", "cut")
+            train.main(arguments("resumed", **settings))
+    assert train.main(arguments("resumed", **settings)) == 0
+    uninterrupted, resumed = (
+        [(v["step"], v["loss"]) for v in lines(name) if v["kind"] == "validation"]
+        for name in ("uninterrupted", "resumed")
     )
-    assert [step for step, _ in whole] == [2, 4, 6, 8]
-    assert cut == whole
-    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    assert [step for step, _ in uninterrupted] == [2, 4, 6, 8]
+    assert resumed == uninterrupted
+    assert train_lines(tmp_path / "resumed") == train_lines(tmp_path / "uninterrupted")
 
 
-def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing(arguments, tmp_path, capsys):
+def test_second_run_in_the_folder_of_a_live_run_is_refused_and_changes_nothing(arguments, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
     lock = RunLock(folder)
@@ -178,24 +181,24 @@ def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing
     assert not (folder / ".running").exists()
 
 
-@pytest.mark.parametrize("given", ["elsewhere", "other/checkpoints"])
-def test_a_second_run_with_the_checkpoint_folder_of_a_live_one_is_refused(arguments, tmp_path, capsys, given):
+@pytest.mark.parametrize("name", ["elsewhere", "other/checkpoints"])
+def test_second_run_with_the_checkpoint_folder_of_a_live_run_is_refused(arguments, tmp_path, capsys, name):
     """`other/checkpoints` is the default folder of a run in `other`."""
-    folder, seen = tmp_path / given, []
-    of_first = {} if given.startswith("other") else {"checkpoint.directory": folder}
+    folder, statuses = tmp_path / name, []
+    of_first = {} if name.startswith("other") else {"checkpoint.directory": folder}
     second = arguments("second", **{"checkpoint.directory": folder, "checkpoint.resume": "never"})
 
     def save_due(trainer):
-        if not seen:
-            seen.append(train.main(second))
+        if not statuses:
+            statuses.append(train.main(second))
         return False
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_save_due", save_due)
         assert train.main(arguments("other", **of_first, **{"schedule.train_steps": 2})) == 0
-    assert seen == [1]
-    words = f"checkpoint.directory = {folder} is in use by a run that is alive ({socket.gethostname()}, "
-    assert words in capsys.readouterr().err
+    assert statuses == [1]
+    message = f"checkpoint.directory = {folder} is in use by a run that is alive ({socket.gethostname()}, "
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "second").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000002"]
     assert train.main(second) == 0
@@ -203,14 +206,14 @@ def test_a_second_run_with_the_checkpoint_folder_of_a_live_one_is_refused(argume
     assert checkpoint.resolve(folder.with_name(f"{folder.name}.1")).name == "step_00000002"
 
 
-def test_what_is_named_at_the_end_finds_checkpoints_that_lie_elsewhere(arguments, tmp_path, capsys):
-    for more, named in (({}, tmp_path / "run"), ({"checkpoint.directory": tmp_path / "disk"}, tmp_path / "disk")):
+def test_final_commands_name_the_folder_of_the_checkpoints(arguments, tmp_path, capsys):
+    for more, folder in (({}, tmp_path / "run"), ({"checkpoint.directory": tmp_path / "disk"}, tmp_path / "disk")):
         assert train.main(arguments(**more, **{"schedule.train_steps": 1})) == 0
-        assert f"python eval.py {named} " in capsys.readouterr().out
-        assert checkpoint.resolve(named).name == "step_00000001"
+        assert f"python eval.py {folder} " in capsys.readouterr().out
+        assert checkpoint.resolve(folder).name == "step_00000001"
 
 
-def test_a_checkpoint_folder_that_cannot_be_made_is_refused_before_the_first_step(arguments, tmp_path, capsys):
+def test_checkpoint_folder_that_cannot_be_created_is_refused_before_the_first_step(arguments, tmp_path, capsys):
     assert train.main(arguments(**{"checkpoint.directory": "LICENSE/checkpoints"})) == 2
     assert "checkpoint.directory = LICENSE/checkpoints: Not a directory" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -226,9 +229,9 @@ def test_kill_9_during_a_save_leaves_the_previous_checkpoint(arguments, tmp_path
     wait_for(lambda: list(folder.glob(".step_*.writing")), process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    survivor = checkpoint.resolve(tmp_path / "run")
-    step = checkpoint.read_manifest(survivor)["step"]
-    assert len(checkpoint.read_weights(survivor)) > 10
+    previous = checkpoint.resolve(tmp_path / "run")
+    step = checkpoint.read_manifest(previous)["step"]
+    assert len(checkpoint.read_weights(previous)) > 10
     assert train.main([*words, f"schedule.train_steps={step + 2}", "evaluation.sample_tokens=0"]) == 0
     assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] == step + 2
     assert not list(folder.glob(".step_*.writing"))
@@ -236,10 +239,10 @@ def test_kill_9_during_a_save_leaves_the_previous_checkpoint(arguments, tmp_path
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_a_disk_that_fills_up_stops_the_run_and_spares_the_previous_checkpoint(arguments, tmp_path, asynchronous):
+def test_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(arguments, tmp_path, asynchronous):
     words = arguments(**{"checkpoint.interval": 5, "checkpoint.asynchronous": asynchronous})
     assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
-    before = checkpoint.read_weights(tmp_path / "run")
+    previous = checkpoint.read_weights(tmp_path / "run")
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY)); "  # writes fail past this size
@@ -254,11 +257,11 @@ def test_a_disk_that_fills_up_stops_the_run_and_spares_the_previous_checkpoint(a
     folder = tmp_path / "run" / "checkpoints"
     assert not list(folder.glob(".step_*.writing"))
     assert checkpoint.resolve(tmp_path / "run").name == "step_00000004"
-    after = checkpoint.read_weights(tmp_path / "run")
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    weights = checkpoint.read_weights(tmp_path / "run")
+    assert all(torch.equal(previous[name], weights[name]) for name in previous)
 
 
-def test_a_disk_that_is_full_at_the_metrics_ends_with_a_sentence(arguments, tmp_path, monkeypatch, capsys):
+def test_full_disk_at_the_metrics_file_ends_with_a_message(arguments, tmp_path, monkeypatch, capsys):
     def full(metrics, step, values, *, kind="train"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(metrics.path))
 
@@ -270,7 +273,7 @@ def test_a_disk_that_is_full_at_the_metrics_ends_with_a_sentence(arguments, tmp_
     assert words in capsys.readouterr().err
 
 
-def test_a_corrupted_checkpoint_is_named_and_the_newest_readable_one_is_resumed(arguments, tmp_path, capsys):
+def test_corrupted_checkpoint_is_named_and_the_newest_readable_one_is_resumed(arguments, tmp_path, capsys):
     train.main(arguments())
     step = checkpoint.resolve(tmp_path / "run")
     file = step / "weights-00000.safetensors"
@@ -284,15 +287,15 @@ def test_a_corrupted_checkpoint_is_named_and_the_newest_readable_one_is_resumed(
     error = capsys.readouterr().err
     assert "weights-00000.safetensors is corrupted" in error
     assert "(checkpoint.resume=newest_readable)" in error
-    whole = train_lines(tmp_path / "run")
+    lines = train_lines(tmp_path / "run")
     again = arguments(**{"checkpoint.resume": "newest_readable"})
     assert train.main(again) == 0
     out, error = capsys.readouterr()
     assert f"unreadable checkpoint: {step}: the file weights-00000.safetensors is corrupted" in error
     assert "step_00000006 at step 6\n" in out
-    aside = tmp_path / "run" / "checkpoints.1"
-    assert f"later checkpoints and metrics are moved to {aside} and " in out
-    assert [path.name for path in aside.iterdir()] == ["step_00000008"]
-    assert train_lines(tmp_path / "run") == whole
+    archive = tmp_path / "run" / "checkpoints.1"
+    assert f"later checkpoints and metrics are moved to {archive} and " in out
+    assert [path.name for path in archive.iterdir()] == ["step_00000008"]
+    assert train_lines(tmp_path / "run") == lines
     assert train.main(again) == 0
     assert " is complete: 8 steps, " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Runs on token files: blends, resets, a batch that grows, the loss of every source, masked samples, a test set."""
+"""Runs on token files: blends, resets, batch ramp, loss per source, masked samples, a test set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tools.pretraining.data import validation_set
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, str]:
-    """Token files of two corpora, the first of two sources, and one for validation."""
+    """Return the token files of two corpora, the first with two sources, and of a validation set."""
     folder = tmp_path_factory.mktemp("token_files")
     draw = random.Random(1)
     words = ["state", "decay", "query", "key", "value"]
@@ -47,7 +47,7 @@ def lines(folder: Path, kind: str) -> list[dict[str, float]]:
     return [line for line in every if line["kind"] == kind]
 
 
-def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path, capsys):
+def test_resumed_run_on_a_blend_with_all_data_options_equals_the_uninterrupted_one(arguments, files, tmp_path, capsys):
     changes = {
         "data.corpus": "null",
         "data.train": f"[{files['pile']}, {files['web']}]",
@@ -63,12 +63,12 @@ def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path
         "schedule.decay_steps": 8,
         "schedule.kind": "constant",
     }
-    assert train.main(arguments("whole", **changes)) == 0
+    assert train.main(arguments("uninterrupted", **changes)) == 0
     for steps in (4, 8):
-        assert train.main(arguments("parts", **{**changes, "schedule.train_steps": steps})) == 0
-    assert train_lines(tmp_path / "whole") == train_lines(tmp_path / "parts")
+        assert train.main(arguments("resumed", **{**changes, "schedule.train_steps": steps})) == 0
+    assert train_lines(tmp_path / "uninterrupted") == train_lines(tmp_path / "resumed")
 
-    steps = lines(tmp_path / "whole", "train")
+    steps = lines(tmp_path / "uninterrupted", "train")
     assert [line["tokens"] for line in steps] == [64, 128, 192, *range(320, 900, 128)]
     assert {key for line in steps for key in line if key.startswith("loss/")} == {
         "loss/Github",
@@ -76,18 +76,18 @@ def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path
         "loss/web",
     }
     assert all(0 <= line["data_share"] < 1 for line in steps)
-    (first, *_, last) = lines(tmp_path / "whole", "validation")
+    (first, *_, last) = lines(tmp_path / "uninterrupted", "validation")
     assert {"loss/Github", "loss/ArXiv"} <= set(last) & set(first)
     assert min(last["loss/Github"], last["loss/ArXiv"]) <= last["loss"] <= max(last["loss/Github"], last["loss/ArXiv"])
     assert last["loss"] < first["loss"]
-    (test,) = lines(tmp_path / "whole", "test")
+    (test,) = lines(tmp_path / "uninterrupted", "test")
     assert "loss/web" in test
-    report = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    report = json.loads((tmp_path / "uninterrupted" / "summary.json").read_text())
     assert report["test"]["loss"] == test["loss"]
     assert f"test loss {test['loss']:.4f} nats/token" in capsys.readouterr().out
 
 
-def test_a_source_has_the_loss_of_all_steps_since_the_last_line_also_where_the_run_was_cut(arguments, files, tmp_path):
+def test_loss_per_source_covers_all_steps_since_the_last_line_after_a_resume(arguments, files, tmp_path):
     changes = {
         "data.corpus": "null",
         "data.train": files["pile"],
@@ -96,20 +96,20 @@ def test_a_source_has_the_loss_of_all_steps_since_the_last_line_also_where_the_r
         "logging.interval": 3,
         "schedule.kind": "constant",
     }
-    for name, ends in (("whole", [6]), ("parts", [2, 6])):
+    for name, ends in (("uninterrupted", [6]), ("resumed", [2, 6])):
         for steps in ends:
             assert train.main(arguments(name, **changes, **{"schedule.train_steps": steps})) == 0
-    whole, parts = (
+    uninterrupted, resumed = (
         [{key: line[key] for key in line if key.startswith("loss")} for line in lines(tmp_path / name, "train")]
-        for name in ("whole", "parts")
+        for name in ("uninterrupted", "resumed")
     )
-    assert len(whole) == 2
-    assert {"loss/Github", "loss/ArXiv"} <= set(whole[0])
-    assert whole == parts
+    assert len(uninterrupted) == 2
+    assert {"loss/Github", "loss/ArXiv"} <= set(uninterrupted[0])
+    assert uninterrupted == resumed
 
 
-def test_a_part_of_the_validation_text_is_spread_over_each_source(files):
-    """Both ranks read the whole set once, and a limited set with the share of each source, evenly spaced."""
+def test_limited_validation_is_spaced_evenly_over_each_source(files):
+    """Check that the ranks read the whole set once, and that a limited set has the share of each source."""
     words = [
         "batch.micro_batch_size=2",
         "batch.sequence_length=16",
@@ -121,9 +121,9 @@ def test_a_part_of_the_validation_text_is_spread_over_each_source(files):
 
     def validation(rank: int, size: int) -> ValidationSet:
         grid: Any = SimpleNamespace(data_rank=rank, data_size=size)
-        found = validation_set(config, files["valid"], 1000, tokenizer, grid)
-        assert found is not None
-        return found
+        data = validation_set(config, files["valid"], 1000, tokenizer, grid)
+        assert data is not None
+        return data
 
     def samples(part: str, limit: int | None, data: ValidationSet) -> list[tuple[list[int], list[float]]]:
         rows = [zip(batch["tokens"], batch["loss_weight"], strict=True) for batch in data.batches(part, limit)]
@@ -151,13 +151,13 @@ def test_a_part_of_the_validation_text_is_spread_over_each_source(files):
         assert len(samples(part, 1, alone)) == 2
         assert samples(part, round(0.75 * len(every) / alone.parts[part]), alone) == every
         assert all(len(batch["tokens"]) == 2 for data in ranks for batch in data.batches(part, None))
-    whole = sum(1 for part in weights for _ in alone.batches(part, None))
-    assert alone.micro_batches == whole
+    count = sum(1 for part in weights for _ in alone.batches(part, None))
+    assert alone.micro_batches == count
     assert ranks[0].micro_batches == sum(1 for part in weights for _ in ranks[0].batches(part, None))
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_a_masked_language_model(arguments, files, tmp_path, layout, capsys):
+def test_masked_language_model(arguments, files, tmp_path, layout, capsys):
     changes = {
         "data.corpus": "null",
         "data.train": files["pile"],
@@ -173,7 +173,7 @@ def test_a_masked_language_model(arguments, files, tmp_path, layout, capsys):
         "optimizer.lr": 1e-2,
     }
     assert train.main(arguments(layout, **changes)) == 0
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     steps = lines(tmp_path / layout, "train")
     losses = [line["loss"] for line in steps]
     assert losses[-1] < losses[0] - 0.5
@@ -181,14 +181,14 @@ def test_a_masked_language_model(arguments, files, tmp_path, layout, capsys):
     (validation,) = lines(tmp_path / layout, "validation")
     assert {"loss/Github", "loss/ArXiv"} <= set(validation)
     assert "bits_per_byte" not in validation
-    assert f"masked-token accuracy: {validation['accuracy']:.2%}" in said
+    assert f"masked-token accuracy: {validation['accuracy']:.2%}" in out
     unigram = json.loads((tmp_path / layout / "summary.json").read_text())["unigram"]
-    assert f"{unigram['accuracy']:.2%} (loss {unigram['loss']:.4f})" in said
+    assert f"{unigram['accuracy']:.2%} (loss {unigram['loss']:.4f})" in out
     assert train.main(arguments(layout, **changes)) == 0
     again = capsys.readouterr().out
     assert "is complete: 12 steps" in again
-    for words in (said, again):
-        assert f"tools.length {tmp_path / layout}" in words
-        assert "tools.generate" not in words
+    for text in (out, again):
+        assert f"tools.length {tmp_path / layout}" in text
+        assert "tools.generate" not in text
     tokens = 40 * 32
     assert 0.02 * tokens < validation["evaluated_tokens"] < 3 * tokens

@@ -1,4 +1,4 @@
-"""A validation that is interrupted costs no step and is made up by the next start."""
+"""An interrupted validation loses no step and is repeated at the next start."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_lite.trainer import Trainer
 from tests.faults.kill_loop import outcome
 
 
-def test_a_validation_that_is_killed_or_signalled_loses_no_step_and_is_made_up(arguments, tmp_path):
+def test_killed_or_signalled_validation_loses_no_step_and_is_repeated(arguments, tmp_path):
     settings = {"schedule.train_steps": 5, "evaluation.interval": 4, "evaluation.batches": 2, "checkpoint.interval": 4}
-    assert train.main(arguments("whole", **settings)) == 0
-    words = arguments("cut", **settings)
+    assert train.main(arguments("uninterrupted", **settings)) == 0
+    words = arguments("resumed", **settings)
     evaluate, step, stop_checks, measured = trainer.evaluate, Trainer._step, [], []
 
     class Killed(BaseException):
@@ -35,8 +35,8 @@ def test_a_validation_that_is_killed_or_signalled_loses_no_step_and_is_made_up(a
 
         return evaluate(*args, stop=stop_before_the_second_batch)
 
-    def killed_in_step_5(own, steps):
-        assert own.state.step == 4
+    def killed_in_step_5(run, steps):
+        assert run.state.step == 4
         raise Killed
 
     def counted(*args, stop):
@@ -47,7 +47,7 @@ def test_a_validation_that_is_killed_or_signalled_loses_no_step_and_is_made_up(a
         patch.setattr(trainer, "evaluate", killed)
         with pytest.raises(Killed):
             train.main(words)
-        assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "cut"))["step"] == 4
+        assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "resumed"))["step"] == 4
         patch.setattr(trainer, "evaluate", signalled)
         assert train.main(words) == 0
         assert len(stop_checks) == 2
@@ -58,6 +58,6 @@ def test_a_validation_that_is_killed_or_signalled_loses_no_step_and_is_made_up(a
         patch.setattr(Trainer, "_step", step)
         patch.setattr(trainer, "evaluate", counted)
         assert train.main(words) == 0
-    assert measured == [None]  # the validation of step 4 is there
-    assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
-    assert faulthandler.unregister(signal.SIGUSR2)  # which prints the stacks of a run
+    assert measured == [None]  # the validation of step 4 is not repeated
+    assert outcome(tmp_path / "resumed") == outcome(tmp_path / "uninterrupted")
+    assert faulthandler.unregister(signal.SIGUSR2)  # registered by the run to print its stacks

@@ -1,4 +1,4 @@
-"""A model that is not finite is neither saved, nor resumed, nor completed, nor loaded."""
+"""A model that is not finite is not saved, resumed, completed or loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tools import generate
 NAME = "exp_avg of blocks.0.norm1.weight"
 
 
-def spoil_after_step(monkeypatch, number):
-    """Put a NaN into a moment after the step of this number."""
-    whole, steps = Engine.train_step, 0
+def inject_nan_after_step(monkeypatch, number):
+    """Put a NaN into a moment after step `number`."""
+    original, steps = Engine.train_step, 0
 
     def train_step(self, *args, **options):
         nonlocal steps
-        result = whole(self, *args, **options)
+        result = original(self, *args, **options)
         steps += 1
         if steps == number:
             state = self.optimizer_state.fragments()
@@ -41,7 +41,7 @@ def steps_of(folder):
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_run_ends_when_its_state_is_not_finite(arguments, tmp_path, monkeypatch, capsys, asynchronous):
     settings = {"checkpoint.interval": 2, "checkpoint.keep_last": 1, "checkpoint.asynchronous": asynchronous}
-    spoil_after_step(monkeypatch, 5)
+    inject_nan_after_step(monkeypatch, 5)
     assert train.main(arguments(**settings)) == 1
     error, folder = capsys.readouterr().err, tmp_path / "run" / "checkpoints"
     assert "step 6 is not finite and is not saved: " in error
@@ -54,10 +54,10 @@ def test_run_ends_when_its_state_is_not_finite(arguments, tmp_path, monkeypatch,
 
 def test_checkpoint_not_finite_is_refused_everywhere(arguments, tmp_path, monkeypatch, capsys):
     words, folder = arguments(**{"checkpoint.interval": 2}), tmp_path / "run" / "checkpoints"
-    with monkeypatch.context() as patch:  # as it was before states were checked
+    with monkeypatch.context() as patch:  # as in versions without the check
         for module in (writer, trainer):
             patch.setattr(module, "state_not_finite", lambda *_: [])
-        spoil_after_step(patch, 5)
+        inject_nan_after_step(patch, 5)
         assert train.main(words) == 1
     assert "the validation loss of step 8 is not finite" in capsys.readouterr().err
     assert steps_of(folder) == [2, 4, 6, 8]
@@ -91,7 +91,7 @@ def test_held_out_loss_not_finite_ends_the_run(arguments, tmp_path, monkeypatch,
         assert train.main(words) == 1
     error = capsys.readouterr().err
     assert "the validation loss of step 2 is not finite: all weights and moments are finite" in error
-    # What an earlier version wrote at this end is no mark of a complete run.
+    # Earlier versions wrote a summary here. It does not mark a complete run.
     state = checkpoint.read_manifest(tmp_path / "run" / "checkpoints" / "step_00000002")["state"]
     report = {"steps": 2, "training_seconds": state["seconds"], "validation": {"loss": None, "evaluated_tokens": 8}}
     (tmp_path / "run" / "summary.json").write_text(json.dumps(report))

@@ -1,4 +1,4 @@
-"""Runs in two processes do what one process does, and leave checkpoints that one process goes on from."""
+"""Runs of two processes equal the run of one process, which can resume from their checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.parity.launch import free_port, train_in_turn
 
 SETTINGS = {"optimizer.lr": 1e-4, "evaluation.interval": 4}
 LONGER = {**SETTINGS, "schedule.train_steps": 12, "schedule.decay_steps": 8}
-# Settings, and the layout as the run that goes on from the checkpoint says it.
+# Settings, and the layout in the output of the run that resumes from the checkpoint.
 LAYOUTS = {
     "data": ({}, "data 2, ZeRO 1"),
     "zero3": ({"parallel.zero_stage": 3}, "data 2, ZeRO 3"),
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of each layout: `one` of one process, and `longer`, which resumes it."""
+    """Return the folder of a run per layout, of `one` with one process, and of `longer`, which resumes it."""
     folder = tmp_path_factory.mktemp("runs")
     train_in_turn(run_words(corpus, folder, name, **SETTINGS, **layout) for name, (layout, _) in LAYOUTS.items())
     assert train.main(run_words(corpus, folder, "one", **SETTINGS)) == 0
@@ -39,7 +39,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_equals_one_process_which_goes_on_from_its_checkpoint(corpus, runs, capsys, name):
+def test_layout_equals_one_process_which_resumes_from_its_checkpoint(corpus, runs, capsys, name):
     assert_same_run(runs / name, runs / "one")
     reports = [json.loads((runs / run / "summary.json").read_text())["validation"] for run in ("one", name)]
     assert reports[0]["loss"] == pytest.approx(reports[1]["loss"], rel=1e-6)
@@ -52,13 +52,13 @@ def test_a_layout_equals_one_process_which_goes_on_from_its_checkpoint(corpus, r
     assert_same_run(runs / name, runs / "longer")
 
 
-def test_a_layout_for_more_processes_than_there_are_is_refused_before_anything_starts(arguments, tmp_path, capsys):
+def test_layout_for_more_processes_than_started_is_refused_before_anything_is_written(arguments, tmp_path, capsys):
     assert train.main(arguments(**{"parallel.tensor": 2})) == 2
     assert "start it with torchrun --nproc-per-node 2" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_on_the_main_process_ends_all(arguments):
+def test_error_on_the_main_process_ends_all_processes(arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     words = arguments(**{"data.corpus": "nowhere.jsonl"})
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Where a run starts: its own checkpoints, those of another run, an earlier one, after a restart by a launcher."""
+"""The start point of a run: its own checkpoints, another run's, an earlier one, and restarts by a launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_lite.trainer import Trainer
 from tests.cli.conftest import train_lines
 
 
-def test_a_checkpoint_of_another_architecture_is_refused(arguments, tmp_path, capsys):
+def test_checkpoint_of_another_architecture_is_refused(arguments, tmp_path, capsys):
     train.main(arguments())
     assert train.main(arguments(**{"schedule.train_steps": 9, "model.hidden_size": 64})) == 2
     error = capsys.readouterr().err
@@ -23,7 +23,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(arguments, tmp_path, ca
     assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in error
 
 
-def test_a_run_goes_on_with_a_smaller_batch(arguments, tmp_path):
+def test_run_resumes_with_a_smaller_batch(arguments, tmp_path):
     settings = {"batch.sequence_length": 512, "batch.micro_batch_size": 8}  # an epoch is less than 50 samples
     large, small = ({**settings, "batch.global_batch_size": size} for size in (64, 8))
     assert train.main(arguments(**large, **{"schedule.train_steps": 2})) == 0
@@ -32,14 +32,14 @@ def test_a_run_goes_on_with_a_smaller_batch(arguments, tmp_path):
     assert (state["step"], state["consumed_samples"]) == (4, 2 * 64 + 2 * 8)  # more than 4 * 8
 
 
-def test_resume_never_starts_over_and_keeps_the_old_checkpoints(arguments, tmp_path):
+def test_resume_never_starts_over_and_archives_the_checkpoints(arguments, tmp_path):
     train.main(arguments())
     assert train.main(arguments(**{"checkpoint.resume": "never", "run.seed": 2})) == 0
     assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000008"
     assert (tmp_path / "run" / "metrics.previous.jsonl").is_file()
 
 
-def test_checkpoints_behind_a_link_are_set_aside_on_their_own_disk(arguments, tmp_path):
+def test_checkpoints_behind_a_link_are_archived_on_their_disk(arguments, tmp_path):
     (tmp_path / "disk" / "mine").mkdir(parents=True)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "mine")
@@ -50,28 +50,28 @@ def test_checkpoints_behind_a_link_are_set_aside_on_their_own_disk(arguments, tm
     assert checkpoint.resolve(tmp_path / "disk" / "mine.2").name == "step_00000008"
 
 
-def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, tmp_path):
+def test_resumed_run_that_started_from_another_run_equals_the_uninterrupted_one(arguments, tmp_path):
     assert train.main(arguments("source", **{"schedule.train_steps": 4})) == 0
     settings = {"schedule.train_steps": 6, "optimizer.lr": 0.01}
-    assert train.main(arguments("whole", **settings, **{"checkpoint.resume": tmp_path / "source"})) == 0
-    cut_after(tmp_path / "whole", 3, tmp_path / "cut")
-    assert train.main(arguments("cut", **settings)) == 0
-    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
-    manifests = [checkpoint.read_manifest(checkpoint.resolve(tmp_path / name)) for name in ("whole", "cut")]
+    assert train.main(arguments("uninterrupted", **settings, **{"checkpoint.resume": tmp_path / "source"})) == 0
+    copy_stopped_run(tmp_path / "uninterrupted", 3, tmp_path / "resumed")
+    assert train.main(arguments("resumed", **settings)) == 0
+    assert train_lines(tmp_path / "resumed") == train_lines(tmp_path / "uninterrupted")
+    manifests = [checkpoint.read_manifest(checkpoint.resolve(tmp_path / name)) for name in ("uninterrupted", "resumed")]
     assert [manifest["optimizer_steps"] for manifest in manifests] == [10, 10]
     assert [manifest["state"]["losses_seen"] for manifest in manifests] == [6, 6]
     assert manifests[0]["files"] == manifests[1]["files"]
 
 
-def test_a_run_from_another_one_that_is_queued_again_goes_on_from_its_own_checkpoint(arguments, tmp_path, capsys):
+def test_requeued_run_that_started_from_another_run_resumes_from_its_own_checkpoint(arguments, tmp_path, capsys):
     source = tmp_path / "source"
     assert train.main(arguments("source", **{"schedule.train_steps": 4})) == 0
-    words = arguments("whole", **{"schedule.train_steps": 6, "checkpoint.resume": source})
+    words = arguments("uninterrupted", **{"schedule.train_steps": 6, "checkpoint.resume": source})
     assert train.main(words) == 0
-    cut_after(tmp_path / "whole", 3, tmp_path / "cut")
-    shutil.rmtree(source)  # is not read again
+    copy_stopped_run(tmp_path / "uninterrupted", 3, tmp_path / "resumed")
+    shutil.rmtree(source)  # it must not be read again
     capsys.readouterr()
-    words = arguments("cut", **{"schedule.train_steps": 6, "checkpoint.resume": source})
+    words = arguments("resumed", **{"schedule.train_steps": 6, "checkpoint.resume": source})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_save_due", lambda trainer: signal.raise_signal(signal.SIGUSR1))
         assert train.main(words) == 0
@@ -82,24 +82,23 @@ def test_a_run_from_another_one_that_is_queued_again_goes_on_from_its_own_checkp
     assert "step_00000003 at step 3\n" in out
     assert "\nthe same command resumes from there" in out
     assert train.main(words) == 0
-    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    assert train_lines(tmp_path / "resumed") == train_lines(tmp_path / "uninterrupted")
     capsys.readouterr()
     assert train.main(words) == 0
     assert " is complete: 6 steps, " in capsys.readouterr().out
-    own = tmp_path / "cut" / "checkpoints"
-    assert (
-        train.main([*words, f"checkpoint.resume={own / 'step_00000002'}"]) == 2
-    )  # a step of its own is never passed over
-    assert f"{own / 'step_00000002'} does not exist" in capsys.readouterr().err
+    checkpoints = tmp_path / "resumed" / "checkpoints"
+    # A named step of the run itself must exist.
+    assert train.main([*words, f"checkpoint.resume={checkpoints / 'step_00000002'}"]) == 2
+    assert f"{checkpoints / 'step_00000002'} does not exist" in capsys.readouterr().err
 
 
-def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path, capsys):
+def test_run_resumes_from_an_earlier_checkpoint_of_its_own(arguments, tmp_path, capsys):
     settings = {"schedule.train_steps": 7, "schedule.decay_steps": 7}
     words = arguments(**settings, **{"checkpoint.interval": 2, "checkpoint.keep_last": 3})
     assert train.main(words) == 0
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
-    whole, weights = train_lines(folder), checkpoint.read_weights(folder)
+    lines, weights = train_lines(folder), checkpoint.read_weights(folder)
     file = checkpoints / "step_00000007" / "weights-00000.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -107,7 +106,7 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path
     assert "name another step folder, or resume from the newest complete" in capsys.readouterr().err
     back = f"checkpoint.resume={checkpoints.relative_to(tmp_path) / 'step_00000004'}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)  # the path as it is given is not the run's own word for it
+        patch.chdir(tmp_path)  # a relative path must name the run's folder too
         assert train.main([*words, back, "schedule.train_steps=5"]) == 0
     out = capsys.readouterr().out
     assert "step_00000004 at step 4\n" in out
@@ -117,37 +116,37 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path
     assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) > 7
     assert [line["step"] for line in train_lines(folder)] == [1, 2, 3, 4, 5]
     assert train.main(words) == 0
-    assert train_lines(folder) == whole
+    assert train_lines(folder) == lines
     again = checkpoint.read_weights(folder)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 @pytest.mark.parametrize("count", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_command_that_a_launcher_starts_again_goes_on(arguments, tmp_path, monkeypatch, capsys, count):
-    """From where it is to start is for its first start; given again by hand, it starts from there again."""
+def test_command_restarted_by_a_launcher_resumes(arguments, tmp_path, monkeypatch, capsys, count):
+    """Ignore `checkpoint.resume` after a restart by a launcher; follow it at a start by hand."""
     assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
     words = arguments(**{"schedule.train_steps": 6, "checkpoint.resume": "never"})
     monkeypatch.setenv(count, "1")
-    assert train.main(words) == 0  # what lies there is not its own
-    whole = train_lines(tmp_path / "run")
-    assert [line["step"] for line in whole] == [1, 2, 3, 4, 5, 6]
+    assert train.main(words) == 0  # the checkpoints there are of another command
+    lines = train_lines(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000004"
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 2
 
-    cut_after(tmp_path / "run", 3, tmp_path / "cut")
-    words.append(f"run.directory={tmp_path / 'cut'}")
+    copy_stopped_run(tmp_path / "run", 3, tmp_path / "resumed")
+    words.append(f"run.directory={tmp_path / 'resumed'}")
     capsys.readouterr()
     assert train.main(words) == 0
     assert "step_00000003 at step 3\n" in capsys.readouterr().out
-    assert train_lines(tmp_path / "cut") == whole
+    assert train_lines(tmp_path / "resumed") == lines
 
     monkeypatch.setenv(count, "0")
     assert train.main(words) == 0
     assert "at step 3\n" not in capsys.readouterr().out
-    assert checkpoint.resolve(tmp_path / "cut" / "checkpoints.2").name == "step_00000006"
+    assert checkpoint.resolve(tmp_path / "resumed" / "checkpoints.2").name == "step_00000006"
 
 
-def test_a_launcher_starts_a_run_again_that_went_back(arguments, tmp_path, monkeypatch, capsys):
+def test_restart_by_a_launcher_after_resuming_from_an_earlier_checkpoint(arguments, tmp_path, monkeypatch, capsys):
     assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
     earlier = tmp_path / "run" / "checkpoints" / "step_00000003"
     assert train.main(arguments(**{"schedule.train_steps": 6, "checkpoint.resume": earlier})) == 0
@@ -159,8 +158,8 @@ def test_a_launcher_starts_a_run_again_that_went_back(arguments, tmp_path, monke
         assert begins in capsys.readouterr().out
 
 
-def cut_after(run: Path, step: int, copy: Path) -> None:
-    """Copy a finished run as a kill after the save of that step leaves it."""
+def copy_stopped_run(run: Path, step: int, copy: Path) -> None:
+    """Copy a complete run into the state after a kill that follows the save of `step`."""
     shutil.copytree(run, copy)
     (copy / "summary.json").unlink()
     for folder in (copy / "checkpoints").glob("step_*"):

@@ -1,4 +1,4 @@
-"""`python train.py` as a user meets it: complete runs, bad input."""
+"""`python train.py`: complete runs, time budgets, dry runs and refused input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tools.planning.estimate import memory_of, read_config
 from tools.pretraining import prepare
 
 
-def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsys):
+def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_path, capsys):
     assert train.main(arguments(**{"evaluation.interval": 4, "evaluation.batches": 2})) == 0
     out = capsys.readouterr().out
     folder = tmp_path / "run"
@@ -58,7 +58,7 @@ def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsy
         "memory_gib",
     }
     assert expected | {"skipped_steps", "data_seconds", "step_seconds"} <= set(lines[0])
-    # the loss falls: a byte model of ten words learns quickly
+    # A byte model of ten words learns quickly.
     assert lines[-2]["loss"] < lines[0]["loss"] - 0.3
     stored = yaml.safe_load((folder / "checkpoints" / "step_00000008" / "config.yml").read_text())
     assert stored["model"]["hidden_size"] == 32
@@ -76,13 +76,13 @@ def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsy
     assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in capsys.readouterr().err
 
 
-def test_a_run_shorter_than_the_interval_of_its_log_comes_to_its_end(arguments, tmp_path, capsys):
+def test_run_shorter_than_the_logging_interval_completes(arguments, tmp_path, capsys):
     assert train.main(arguments(**{"logging.interval": 100, "schedule.train_steps": 2})) == 0
     assert "loss plot    none: no step was logged (logging.interval = 100)" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
-def test_a_run_that_died_after_its_last_step_comes_to_its_end(arguments, tmp_path, capsys):
+def test_run_killed_after_its_last_step_completes_at_the_next_start(arguments, tmp_path, capsys):
     def killed(*_: object) -> None:
         raise KeyError("killed")
 
@@ -106,7 +106,7 @@ def test_a_run_that_died_after_its_last_step_comes_to_its_end(arguments, tmp_pat
     assert "it was trained with" not in again
 
 
-def test_bits_per_byte_is_the_whole_validation_text(arguments, tmp_path):
+def test_bits_per_byte_covers_the_whole_validation_text(arguments, tmp_path):
     train.main(arguments())
     folder = tmp_path / "run"
     from data.tokenizer import load_tokenizer
@@ -150,7 +150,7 @@ def test_non_finite_steps_stop_the_run_with_a_dump(arguments, tmp_path, capsys):
     assert history[-1]["last_sample"] == history[-1]["step"] * 4 - 1
 
 
-def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments, tmp_path, capsys):
+def test_time_budget_lowers_the_steps_and_a_resume_keeps_their_number(arguments, tmp_path, capsys):
     words = arguments(
         **{"schedule.train_steps": 1_000_000, "schedule.time_budget_minutes": 0.005, "checkpoint.interval": 0}
     )
@@ -186,7 +186,7 @@ def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments,
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_bad_input_is_answered_before_training(arguments, tmp_path, capsys, monkeypatch, change, message):
+def test_bad_input_is_refused_before_training(arguments, tmp_path, capsys, monkeypatch, change, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert train.main(arguments(**change)) == 2
     assert message in capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_empty_and_truncated_token_files_are_named(arguments, tmp_path, capsys, 
     assert "it holds token 65,535, and the model has 320 rows" in error
 
 
-def test_help_answers_without_importing_torch():
+def test_help_does_not_import_torch():
     code = (
         "import sys, train\n"
         "try: train.main(['--help'])\n"
@@ -229,21 +229,21 @@ def test_help_answers_without_importing_torch():
     assert "torchrun" in done.stdout
 
 
-def test_a_text_ends_where_learned_positions_do(arguments, tmp_path, capsys):
-    """Sample text up to the last learned position, in training and with tools.generate."""
+def test_sample_text_ends_at_the_last_learned_position(arguments, tmp_path, capsys):
+    """Check `model.max_positions` in training and in tools.generate."""
     model = {"model.mixers": "[attention]", "model.positions": "learned", "model.max_positions": 32}
     assert train.main(arguments(**model, **{"evaluation.sample_tokens": 64, "schedule.train_steps": 2})) == 0
     (sample,) = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "sample"]
-    assert 0 < len(sample["text"]) <= 29  # of bytes, after four
+    assert 0 < len(sample["text"]) <= 29  # bytes, after a prompt of four
     capsys.readouterr()
     assert generate.main([str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "30"]) == 2
-    said = capsys.readouterr()
-    assert "--max-tokens 30: after a prompt of 4 tokens 29 are allowed (model.max_positions = 32)" in said.err
-    assert not said.out
+    output = capsys.readouterr()
+    assert "--max-tokens 30: after a prompt of 4 tokens 29 are allowed (model.max_positions = 32)" in output.err
+    assert not output.out
     assert generate.main([str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "29"]) == 0
 
 
-def test_a_time_budget_is_for_the_samples_of_a_batch_that_grows(arguments):
+def test_time_budget_counts_the_samples_of_a_batch_ramp(arguments):
     class Engine:
         def measure_step_seconds(self, _batch):
             return 1.0
@@ -256,7 +256,7 @@ def test_a_time_budget_is_for_the_samples_of_a_batch_that_grows(arguments):
         assert expected == 90 or config.batch.samples_of(expected) <= 180 < config.batch.samples_of(expected + 1)
 
 
-def test_the_tokens_of_a_batch_that_grows_are_those_that_it_takes(arguments, tmp_path, capsys):
+def test_token_count_of_a_batch_ramp(arguments, tmp_path, capsys):
     ramp = {"batch.global_batch_size": 8, "batch.micro_batch_size": 2, "schedule.train_steps": 12}
     words = arguments(**ramp, **{"batch.ramp": "{start: 2, increment: 2, samples: 60}"})
     assert train.main([*words, "--dry-run"]) == 0
@@ -266,7 +266,7 @@ def test_the_tokens_of_a_batch_that_grows_are_those_that_it_takes(arguments, tmp
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] == 28 * 32
 
 
-def test_a_dry_run_counts_the_memory_of_the_plan(arguments, monkeypatch, capsys):
+def test_dry_run_reports_the_memory_of_the_planner(arguments, monkeypatch, capsys):
     words = arguments(**{"model.hidden_size": 256, "model.num_heads": 4})
     words += ["run.device=auto", "precision.dtype=auto"]
 
@@ -276,20 +276,20 @@ def test_a_dry_run_counts_the_memory_of_the_plan(arguments, monkeypatch, capsys)
         return out, {part: float(size) for part, size in re.findall(r"^ +([a-z][a-z ]*?) +([\d.]+) GiB", out, re.M)}
 
     monkeypatch.setattr("tools.planning.dry_run.GIB", 2**20)
-    out, whole = printed()
+    out, memory = printed()
     assert "a process on a GPU, bf16, ZeRO 1 over 1" in out
-    total = whole.pop("sum")
+    total = memory.pop("sum")
     planned = memory_of(read_config([str(ROOT / "configs/default.yml"), *words], 1), "bf16")
-    assert whole == pytest.approx({name: size / 2**20 for name, size in planned.items()}, abs=0.05)
-    assert total == pytest.approx(sum(whole.values()), abs=0.05)
+    assert memory == pytest.approx({name: size / 2**20 for name, size in planned.items()}, abs=0.05)
+    assert total == pytest.approx(sum(memory.values()), abs=0.05)
     monkeypatch.setenv("WORLD_SIZE", "2")
     out, cut = printed("parallel.tensor=2")
     assert "the fullest process of tensor 2 x pipeline 1 x context 1 on a GPU, bf16, ZeRO 1 over 1" in out
-    assert cut["optimizer"] == pytest.approx(whole["optimizer"] / 2, rel=0.05)
-    assert whole["activations"] / 2 < cut["activations"] < whole["activations"]
+    assert cut["optimizer"] == pytest.approx(memory["optimizer"] / 2, rel=0.05)
+    assert memory["activations"] / 2 < cut["activations"] < memory["activations"]
     out, split = printed("parallel.context=2")
     assert "ZeRO 1 over 2" in out
-    assert split["optimizer"] == pytest.approx(whole["optimizer"] / 2, rel=0.01)
+    assert split["optimizer"] == pytest.approx(memory["optimizer"] / 2, rel=0.01)
     out, _ = printed("run.device=cpu", "precision.dtype=fp32")
     assert "a process on a CPU, fp32, ZeRO 1 over 2" in out
 
@@ -317,8 +317,8 @@ def test_token_files_of_another_tokenizer_are_refused(arguments, tmp_path, capsy
     assert "was written with another tokenizer" in capsys.readouterr().err
 
 
-def test_an_error_in_the_loop_keeps_its_traceback(arguments, monkeypatch):
-    """Exit with 1, because SLURM does not try again after exit status 2."""
+def test_error_in_the_loop_keeps_its_traceback(arguments, monkeypatch):
+    """Exit with status 1, because the SLURM script does not requeue after status 2."""
 
     def broken(self: Trainer, steps: object) -> None:
         raise ValueError("a shape that does not fit")
@@ -328,7 +328,7 @@ def test_an_error_in_the_loop_keeps_its_traceback(arguments, monkeypatch):
         train.main(arguments())
 
 
-def test_an_interrupt_before_the_first_step_is_one_sentence(arguments, tmp_path, capsys, monkeypatch):
+def test_interrupt_before_the_first_step_prints_one_sentence(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Trainer, "fit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert train.main(arguments()) == 130
     assert capsys.readouterr().err.endswith(
@@ -337,14 +337,14 @@ def test_an_interrupt_before_the_first_step_is_one_sentence(arguments, tmp_path,
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
-def test_a_whole_validation_says_how_far_it_is(arguments, monkeypatch, objective):
-    shown = []
-    monkeypatch.setattr(MetricsLogger, "show_share", lambda _, what, share: shown.append((what, share)))
-    both_ways = {"data.objective": "masked", "model.mixers": "[metala_bidirectional]"}
-    # Of a part of the set, on the way, nothing is said.
-    words = {"schedule.train_steps": 2, "evaluation.interval": 1, "evaluation.batches": 1}
-    assert train.main(arguments(**words, **(both_ways if objective == "masked" else {}))) == 0
-    shares = [share for what, share in shown if what == "validation"]
-    assert len(shares) == len(shown) > 3
+def test_complete_validation_reports_its_progress(arguments, monkeypatch, objective):
+    calls = []
+    monkeypatch.setattr(MetricsLogger, "show_share", lambda _, what, share: calls.append((what, share)))
+    masked = {"data.objective": "masked", "model.mixers": "[metala_bidirectional]"}
+    # The limited validation during the run reports no progress.
+    settings = {"schedule.train_steps": 2, "evaluation.interval": 1, "evaluation.batches": 1}
+    assert train.main(arguments(**settings, **(masked if objective == "masked" else {}))) == 0
+    shares = [share for what, share in calls if what == "validation"]
+    assert len(shares) == len(calls) > 3
     assert shares == sorted(shares)
     assert shares[-1] == pytest.approx(1)
