@@ -1,5 +1,5 @@
-# make train    sets up everything, trains the default model, shows what it learned
-# make test     sets up everything, runs style, types and tests
+# make train    set up everything, train the default model, report the result
+# make test     set up everything, run style checks, type checks and tests
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -10,9 +10,9 @@ STAMP  := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d' ' -f1)
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-setup: $(STAMP)  ## create .venv and install requirements.txt (nothing to do when it is already there)
+setup: $(STAMP)  ## create .venv and install requirements.txt, unless both are up to date
 
-# torch first and alone: where the index offers a CPU build, nothing after it pulls CUDA. DeepSpeed is a pure build.
+# torch comes first: if the index offers a CPU build, later packages then do not install CUDA. DeepSpeed compiles no operators.
 $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	@echo "installing requirements.txt into $(VENV): about 2 GB, two minutes on a fast network"
@@ -25,13 +25,13 @@ lock:  ## write requirements.lock, every package with its hashes (needs uv)
 	uv pip compile requirements.txt --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
 	  --no-emit-find-links --custom-compile-command "make lock" --quiet --output-file requirements.lock
 
-train: setup  ## train the default model on this machine (about 7 minutes on 2 cores) and show what it learned
+train: setup  ## train the default model on this machine (about 7 minutes on 2 cores) and report the result
 	$(BIN)/python train.py
 
-test: setup lint  ## style, types and the whole test suite
+test: setup lint  ## style checks, type checks and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-test-huggingface: setup  ## exports in environments with only torch and transformers (built once, 3 GB in ~/.cache/metalion)
+test-huggingface: setup  ## test exports in environments with only torch and transformers (built once, 3 GB in ~/.cache/metalion)
 	$(BIN)/python tests/tools/conversion/environments.py
 	OMP_NUM_THREADS=1 METALION_COMPILE=1 $(BIN)/python -m pytest tests/tools/conversion/test_environments.py
 
@@ -41,7 +41,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 # SAMPLES holds pile_sample/train/*.jsonl.zst, pile_sample/val.jsonl.zst, c4_sample/c4-train.*.json.gz,
-# c4_sample/c4-validation.*.json.gz and tokenizers/bert-base-uncased/vocab.txt: any files of the Pile's and C4's formats under these names.
+# c4_sample/c4-validation.*.json.gz and tokenizers/bert-base-uncased/vocab.txt: any files in the formats of the Pile and C4.
 SAMPLES ?= samples
 TEXT_SAMPLE = $(SAMPLES)/pile_sample/train $(SAMPLES)/pile_sample/val.jsonl.zst '$(SAMPLES)/c4_sample/*.json.gz'
 PREPROCESS = $(BIN)/python -m tools.preprocess_data --append-eod

@@ -1,4 +1,4 @@
-"""What tests of several areas share."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 with contextlib.suppress(ImportError):  # a GPU machine that runs tests/gpu alone may lack it
     from hypothesis import settings
 
-    # The same cases every time, and no time limit a case: the machine may be busy.
+    # Repeatable cases. No time limit per case, because the machine may be busy.
     settings.register_profile("deterministic", deadline=None, derandomize=True, database=None, max_examples=60)
     settings.load_profile("deterministic")
 
@@ -21,7 +21,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 @pytest.fixture(scope="session", autouse=True)
 def unsynced() -> Iterator[None]:
-    """Do not wait for the disk: what tests write need not outlive a power cut."""
+    """Skip fsync, since files of tests need not survive a power cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
@@ -29,7 +29,7 @@ def unsynced() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The optional folder of real samples beside the checkout."""
+    """Return the optional folder of real samples beside the checkout."""
     if not (SHARED / "data").is_dir():
         pytest.skip(f"the real data samples are not there: {SHARED}/data")
     return SHARED
@@ -37,7 +37,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_golden() -> Path:
-    """Golden values computed by a program apart, where they are at hand."""
+    """Return the optional folder of golden values, which an independent program computed."""
     folder = SHARED / "golden"
     if not folder.is_dir():
         pytest.skip(f"{folder} is absent: the golden values kept in tests/ are checked instead")

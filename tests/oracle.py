@@ -1,7 +1,6 @@
-"""The oracle: training in one process with nothing but torch, for the trainer to be compared with.
+"""The oracle: training in one process with PyTorch alone, as the reference of the trainer.
 
-No DeepSpeed, no engine, no schedule code of the project: the model, AdamW, clipping and the token-weighted loss,
-written out.
+It uses the project's model, but no DeepSpeed and no engine or schedule of the project.
 """
 
 from __future__ import annotations
@@ -32,9 +31,11 @@ def train(
     device: str = "cpu",
     accuracies: list[float] | None = None,
 ) -> list[tuple[float, float]]:
-    """(loss, gradient norm before clipping) of every step; linear warmup, then cosine to min_ratio * lr at `total`.
+    """Return (loss, gradient norm before clipping) of every step.
 
-    accuracies: the share of the weight on tokens that were predicted right is appended to it, step by step.
+    The learning rate has a linear warmup, then a cosine decay to min_ratio * lr at step `total`.
+
+    accuracies: receives per step the share of the loss weight on correctly predicted tokens.
     """
     with torch.device(device):
         model = LanguageModel(config, seed=seed)
@@ -57,18 +58,18 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         weight = sum(batch["loss_weight"].sum().item() for batch in micro_batches)
-        loss = right = 0.0
+        loss = accuracy = 0.0
         for batch in ({key: value.to(device) for key, value in batch.items()} for batch in micro_batches):
             logits = model(batch["tokens"], mask=batch.get("mask"), cu_seqlens=batch.get("cu_seqlens")).float()
             nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
             part = (nll * batch["loss_weight"].flatten()).sum() / weight
             part.backward()
             loss += part.item()
-            right += ((logits.argmax(-1) == batch["labels"]) * batch["loss_weight"]).sum().item() / weight
+            accuracy += ((logits.argmax(-1) == batch["labels"]) * batch["loss_weight"]).sum().item() / weight
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip else math.inf)
         optimizer.step()
         optimizer.zero_grad()
         history.append((loss, norm.item()))
         if accuracies is not None:
-            accuracies.append(right)
+            accuracies.append(accuracy)
     return history

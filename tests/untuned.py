@@ -1,12 +1,12 @@
-"""Kernels of flash-linear-attention as they come."""
+"""Triton kernels without autotuning."""
 
 from __future__ import annotations
 
 
 def leave_untuned() -> None:
-    """The first configuration of every kernel in this process, where Triton is installed.
+    """Use the first configuration of every Triton kernel in this process. Does nothing without Triton.
 
-    Timing them changes no value and takes minutes: longer than another process of a pipeline waits for an activation.
+    Autotuning takes minutes, longer than another process of a pipeline waits for an activation.
     """
     try:
         from triton.runtime.autotuner import Autotuner

@@ -10,6 +10,6 @@ if torch.cuda.is_available():
 
 
 @pytest.fixture(autouse=True)
-def _drawn_anew() -> None:
-    """Other inputs every time; pytest shows the seed of a test that failed."""
+def _random_seed() -> None:
+    """Draw other inputs in every run. pytest shows the seed of a failed test."""
     print(f"inputs of torch.manual_seed({torch.seed()})")

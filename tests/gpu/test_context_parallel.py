@@ -1,4 +1,4 @@
-"""Mixers on local shards of a sequence over the kernels of a CUDA device, against the whole sequence in float32."""
+"""Mixers on local shards of a sequence with CUDA kernels, compared with the whole sequence in float32."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def results(module: nn.Module, x: Tensor, weight: Tensor, **context: Any) -> list[Tensor]:
-    """Output, gradient of x, gradients of the parameters."""
+    """Return the output, the gradient of x and the gradients of the parameters."""
     module.zero_grad()
     x = x.clone().requires_grad_()
     y = module(x, **context)
-    # In the thread that calls: a device has one thread for backward passes, and the ranks wait for one another.
+    # Run the backward pass in the calling thread. A device has one backward thread, and the ranks wait for one another.
     with torch.autograd.set_multithreading_enabled(False):
         (y * weight).sum().backward()
     return [t.detach().double() for t in (y, x.grad, *(p.grad for p in module.parameters()))]
@@ -34,7 +34,7 @@ def results(module: nn.Module, x: Tensor, weight: Tensor, **context: Any) -> lis
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_local_shards_equal_the_whole_on_kernels(case: tuple[str, dict[str, Any]], packed: bool) -> None:
+def test_local_shards_equal_the_whole_sequence_on_kernels(case: tuple[str, dict[str, Any]], packed: bool) -> None:
     pytest.importorskip("fla")
     batch, length, count = (1 if packed else 2), 600, 2
     context = {"cu_seqlens": torch.tensor([0, 100, 100, 290, 410, 600], device="cuda")} if packed else {}

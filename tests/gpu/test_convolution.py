@@ -1,4 +1,4 @@
-"""The convolution's kernels at the sizes that they are for, in 16 bits and inside the layer, against float64."""
+"""Convolution kernels at training sizes, inside the layer, compared with float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kernel", [2, 4])
 @pytest.mark.parametrize(("batch", "length", "channels"), [(8, 2048, 2048), (1, 5001, 1000), (3, 1, 64)])
-def test_the_layer_is_the_layer_in_double(batch, length, channels, kernel, dtype):
+def test_layer_equals_the_layer_in_float64(batch, length, channels, kernel, dtype):
     torch.manual_seed(0)
     exact = CausalConvolution(channels, kernel, silu=True).double().cuda()
     layer = CausalConvolution(channels, kernel, silu=True).to("cuda", dtype)
@@ -28,5 +28,5 @@ def test_the_layer_is_the_layer_in_double(batch, length, channels, kernel, dtype
         y, _ = module(leaf)
         y.backward(dy.to(kind))
         results.append([y.detach().double(), leaf.grad.double(), module.weight.grad.double()])
-    for wanted, found in zip(*results, strict=True):
-        assert ((found - wanted).norm() / wanted.norm()).item() < (1e-5 if dtype == torch.float32 else 4e-3)
+    for expected, actual in zip(*results, strict=True):
+        assert ((actual - expected).norm() / expected.norm()).item() < (1e-5 if dtype == torch.float32 else 4e-3)

@@ -1,4 +1,4 @@
-"""Blocks as CUDA graphs: the same training as kernel by kernel."""
+"""Training with blocks as CUDA graphs equals training without."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def grid() -> Grid:
 
 @pytest.mark.parametrize("mode", ["none", "elementwise", "full"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_recorded_step_is_the_step(grid: Grid, mode: str, overlap: bool) -> None:
-    """With sums over two micro batches, an evaluation and a vetoed step between. One process can work in halves too."""
+def test_graphed_steps_equal_eager_steps(grid: Grid, mode: str, overlap: bool) -> None:
+    """Compare with gradient accumulation, an evaluation and a skipped step. Overlap also works with one process."""
     config, steps = model_config(("metala",), hidden_size=128), batches(6)
     histories: list[Any] = []
     for recorded in (False, True):
@@ -42,8 +42,8 @@ def test_a_recorded_step_is_the_step(grid: Grid, mode: str, overlap: bool) -> No
         assert norm == pytest.approx(wanted_norm, rel=2e-3)
 
 
-def test_gradients_that_are_kept_over_micro_batches(grid: Grid) -> None:
-    """float32 sums them in the parameters' own gradients."""
+def test_gradients_accumulate_over_micro_batches(grid: Grid) -> None:
+    """Use float32, which accumulates in the parameters' own gradients."""
     config, steps = model_config(("attention",)), batches(4)
     wanted, found = (_trained(grid, config, "fp32", steps, recorded) for recorded in (False, True))
     assert found[1] is True
@@ -51,8 +51,8 @@ def test_gradients_that_are_kept_over_micro_batches(grid: Grid) -> None:
         assert a == pytest.approx(b, rel=1e-5)
 
 
-def test_blocks_that_wait_for_the_device_run_as_without(grid: Grid) -> None:
-    """MetaLA's recurrence in float32 looks for the strongest decay."""
+def test_blocks_that_synchronise_fall_back_to_eager(grid: Grid) -> None:
+    """Use MetaLA in float32, whose recurrence reads the strongest decay on the host."""
     config, steps = model_config(("metala",)), batches(3)
     wanted = _trained(grid, config, "fp32", steps, False)
     with pytest.warns(UserWarning, match="parallel.cuda_graph = true: a block waits"):
@@ -62,7 +62,7 @@ def test_blocks_that_wait_for_the_device_run_as_without(grid: Grid) -> None:
         assert a == pytest.approx(b, rel=1e-6)
 
 
-def test_other_shapes_and_masks_run_as_without(grid: Grid) -> None:
+def test_other_shapes_and_masks_equal_eager_steps(grid: Grid) -> None:
     config, steps = model_config(("metala",)), batches(4)
     mask = torch.arange(steps[0][0]["tokens"].shape[1]) < torch.tensor([[9], [24]])
     padded = [{**batch, "mask": mask} for batch in steps[2]]
@@ -76,12 +76,12 @@ def test_other_shapes_and_masks_run_as_without(grid: Grid) -> None:
 
 
 def _trained(grid: Grid, config: Any, dtype: str, steps: Any, recorded: bool) -> tuple[list[tuple[float, float]], bool]:
-    """(loss, gradient norm) of every step, and whether the blocks were recorded."""
+    """Return (loss, gradient norm) of every step, and whether the blocks were recorded."""
     engine = engine_on(grid, config, dtype, cuda_graph=recorded)
     history = run(engine, steps)
-    was = any(call._record is not None for call in _captured(engine))
+    is_recorded = any(call._record is not None for call in _captured(engine))
     engine.close()
-    return history, was
+    return history, is_recorded
 
 
 def _captured(engine: Engine) -> list[GraphedBlocks]:

@@ -1,4 +1,4 @@
-"""A decoding step as a CUDA graph gives the tokens of the steps that Python starts."""
+"""Decoding with a CUDA graph equals eager decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model(mixers: tuple[str, ...]) -> LanguageModel:
 
 @pytest.mark.parametrize("mixers", [("metala",), ("retnet", "hgrn2")])
 @torch.inference_mode()
-def test_graph_and_eager(mixers):
+def test_graphed_decoding_equals_eager_decoding(mixers):
     lm = model(mixers)
     prompt = torch.randint(0, 512, (4, 100), device="cuda")
     logits, state = lm(prompt, return_state=True)
@@ -34,7 +34,7 @@ def test_graph_and_eager(mixers):
 
 
 @torch.inference_mode()
-def test_a_cache_that_grows_is_refused():
+def test_growing_cache_is_refused():
     lm = model(("attention",))
     _, state = lm(torch.zeros(2, 8, dtype=torch.long, device="cuda"), return_state=True)
     with pytest.raises(ValueError, match="layer 1: its state 'key' grows"):

@@ -1,4 +1,4 @@
-"""Bias gradients of fused projections in 16 bits, which a matmul with ones computes."""
+"""Bias gradients of fused projections, which a matmul with ones computes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 77, 16384])
-def test_gradients_of_biases(dtype: torch.dtype, tokens: int) -> None:
+def test_bias_gradients_equal_float64_sums(dtype: torch.dtype, tokens: int) -> None:
     linears = [torch.nn.Linear(64, size, device="cuda", dtype=dtype) for size in (48, 1024)]
     x = torch.randn(1, tokens, 64, device="cuda", dtype=dtype)
     outputs = project_inputs(None, x, linears)
-    # A sum that is rounded at every step loses the mean of 0.5.
+    # A mean of 0.5 gets lost if the running sum is rounded to 16 bits.
     gradients = [(torch.randn_like(y, dtype=torch.float32) + 0.5).to(dtype) for y in outputs]
     torch.autograd.backward(outputs, gradients)
     for linear, gradient in zip(linears, gradients, strict=True):

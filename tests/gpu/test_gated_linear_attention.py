@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels behind the recurrence, and MetaLA over them, on a CUDA device in 16 bits."""
+"""Gated linear attention with kernels of flash-linear-attention, and MetaLA, on a CUDA device in 16 bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_kernels_equal_the_reference(dtype, packed, scalar, decay):
-    """Outputs, states and all gradients; packed with an empty segment."""
+    """Compare outputs, states and all gradients; packed inputs have an empty segment."""
     pytest.importorskip("fla")
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -59,7 +59,7 @@ def test_kernels_equal_the_reference(dtype, packed, scalar, decay):
     for wide in (True, False):
         leaves = [x.double() if wide else x.clone() for x in (q, k, v, state)]
         leaves = [x.requires_grad_() for x in leaves]
-        decays = log_decay  # expanded as it is, it takes the kernel of fixed decays
+        decays = log_decay  # the expanded view selects the kernel of fixed decays
         if decay != "fixed":
             decays = (log_decay.double() if wide else log_decay.clone()).requires_grad_()
             leaves.append(decays)
@@ -80,8 +80,7 @@ def test_kernels_equal_the_reference(dtype, packed, scalar, decay):
 
 @pytest.mark.parametrize("scalar", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 100])
-def test_without_gradients(scalar, length):
-    """The kernels of generation."""
+def test_inference_kernels_equal_the_reference(scalar, length):
     pytest.importorskip("fla")
     q, k = (torch.randn(2, length, 4, 32, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     v = torch.randn(2, length, 4, 64, device="cuda", dtype=torch.bfloat16)
@@ -94,7 +93,7 @@ def test_without_gradients(scalar, length):
     assert relative(fast[1], expected[1]) < 1e-2
 
 
-def test_metala_trains_as_on_the_cpu():
+def test_metala_gradients_equal_those_on_the_cpu():
     pytest.importorskip("fla")
     config = ModelConfig(vocab_size=512, num_layers=3, hidden_size=128, num_heads=4)
     lm = LanguageModel(config, seed=1).bfloat16()
@@ -111,7 +110,7 @@ def test_metala_trains_as_on_the_cpu():
         assert relative(p.grad, wanted[name]) < 0.1, name
 
 
-def test_metala_decodes_as_it_reads():
+def test_metala_decoding_equals_the_forward_pass():
     pytest.importorskip("fla")
     config = ModelConfig(vocab_size=512, num_layers=3, hidden_size=128, num_heads=4)
     lm = LanguageModel(config, seed=1).to("cuda", torch.bfloat16).eval()

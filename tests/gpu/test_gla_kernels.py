@@ -1,4 +1,4 @@
-"""The project's kernels of the recurrence with a decay a channel, on a CUDA device in 16 bits, against float32."""
+"""GLA kernels with one decay per channel, on a CUDA device in 16 bits, compared with float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def inputs(shape: tuple[int, int, int, int, int], kind: str, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v, log decay, initial state."""
+    """Return q, k, v, log decay and initial state."""
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -55,7 +55,7 @@ PACKED = [0, 0, 1, 60, 188, 188, 300, 400, 400]
         ((2, 300, 2, 128, 256), "later", torch.bfloat16),
         ((2, 300, 2, 128, 128), "strong", torch.bfloat16),
         ((2, 300, 2, 128, 128), "mild", torch.float16),
-        # Few and long: cut into stretches.
+        # Few long sequences, which are split into segments.
         ((1, 5000, 2, 64, 128), "mild", torch.bfloat16),
         ((1, 4096, 2, 64, 128), "later", torch.bfloat16),
         # Packed.
@@ -75,7 +75,7 @@ def test_kernels_equal_the_reference(shape, kind, dtype):
     for wide in (True, False):
         leaves = [x.detach().float() if wide else x.detach().clone() for x in tensors]
         leaves = [x.requires_grad_() for x in leaves]
-        # The kernels take what is below -80 as -80.
+        # The kernels clamp log decays at -80.
         g = leaves[3].clamp_min(-80.0) if wide else leaves[3]
         if wide:
             o, final = gated_linear_attention(
@@ -85,13 +85,13 @@ def test_kernels_equal_the_reference(shape, kind, dtype):
             o, final = gla(*leaves[:3], g, 0.2, leaves[4], cu_seqlens)
         loss = (o * weights[0]).sum() + (final * weights[1]).sum()
         results.append([o, final, *torch.autograd.grad(loss, leaves)])
-    for name, found, expected in zip(("o", "final", "q", "k", "v", "g", "state"), *reversed(results), strict=True):
-        assert found.isfinite().all(), name
-        assert relative(found, expected) < (1e-2 if name in ("o", "final") else 2e-2), name
+    for name, actual, expected in zip(("o", "final", "q", "k", "v", "g", "state"), *reversed(results), strict=True):
+        assert actual.isfinite().all(), name
+        assert relative(actual, expected) < (1e-2 if name in ("o", "final") else 2e-2), name
 
 
-def test_which_recurrences_they_are_for():
-    """Mild decays, as a mixer promises them, and heads of the sizes that were measured."""
+def test_supported_inputs():
+    """Check that the kernels support mild decays per channel, 16 bits and the measured head sizes alone."""
     q, k, v, g, _ = inputs((1, 100, 2, 64, 128), "mild", torch.bfloat16)
     q.requires_grad_()
     o, _ = gated_linear_attention(q, k, v, g, fits_matmul_form=True)

@@ -1,4 +1,4 @@
-"""A prepared launch starts where PyTorch's current stream is, and tells a profiler of it."""
+"""Prepared launches use PyTorch's current stream and call the launch hooks of profilers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def inputs(length: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("length", [128, 300])
-def test_the_current_stream(length: int) -> None:
-    """What the kernels read is written late, on the stream that they are called on."""
+def test_launch_on_the_current_stream(length: int) -> None:
+    """Write the inputs late, on the stream of the call."""
     values = inputs(length)
     expected = attend(*values)
     late = [torch.zeros_like(x) for x in values]
@@ -27,36 +27,36 @@ def test_the_current_stream(length: int) -> None:
         torch.cuda._sleep(20_000_000)
         for to, x in zip(late, values, strict=True):
             to.copy_(x)
-        found = attend(*late)
+        actual = attend(*late)
     stream.synchronize()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
-def test_hooks_hear_of_launches() -> None:
+def test_launch_hooks_are_called() -> None:
     knobs = pytest.importorskip("triton.knobs")
     chain = knobs.runtime.launch_enter_hook
     if not hasattr(chain, "add"):
         pytest.skip("this Triton has one hook instead of a chain of them")
     values = inputs(128)
     expected = attend(*values)
-    heard = []
+    launches = []
 
     def hook(metadata: object) -> None:
-        heard.append(metadata)
+        launches.append(metadata)
 
     chain.add(hook)
     try:
         assert torch.equal(attend(*values), expected)
     finally:
         chain.remove(hook)
-    count = len(heard)
+    count = len(launches)
     assert count > 0
     attend(*values)
-    assert len(heard) == count
+    assert len(launches) == count
 
 
-def test_lengths_share_their_kernels() -> None:
-    """A count of tokens is no reason to compile: evaluation meets a new one with every batch."""
+def test_lengths_share_compiled_kernels() -> None:
+    """Compile once for all lengths, since every batch of an evaluation may have another one."""
     from models.kernels.lion.chunk import _lion_chunk_forward
 
     def compiled() -> int:

@@ -1,4 +1,4 @@
-"""The parity matrix over NCCL: every layout of the GPUs here against the oracle in float32."""
+"""The parity matrix over NCCL: every layout of the available GPUs, compared with the oracle in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("processes", [2, 4])
-def test_layouts_over_nccl_train_as_one_process(tmp_path, processes):
+def test_layouts_over_nccl_equal_one_process(tmp_path, processes):
     if processes > GPUS:
         pytest.skip(f"needs {processes} GPUs, has {GPUS}")
     out = tmp_path / "results.json"
@@ -30,7 +30,7 @@ def test_layouts_over_nccl_train_as_one_process(tmp_path, processes):
     results = json.loads(out.read_text())
     wrong = []
     for case in layouts.cases(processes):
-        # The weights are drawn on the device, whose streams are not the CPU's: the oracle must draw there too.
+        # Weights are drawn on the device, whose generator differs from the CPU's. So the oracle draws there too.
         wanted, _ = expected(case.model, tuple(case.changes.items()), "cuda", case.masked, case.packed)
         result = results.get(case.name, {"error": "not reached"})
         if "error" in result:

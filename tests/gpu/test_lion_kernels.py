@@ -1,4 +1,4 @@
-"""LION's and MetaLA's kernels on a CUDA device: every dtype and head size against float64, fresh random inputs."""
+"""LION's and MetaLA's kernels on a CUDA device: every dtype and head size, compared with float64."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 # Largest relative error of the output and of a gradient.
 TOLERANCES = {torch.bfloat16: (1e-2, 2e-2), torch.float16: (2e-3, 4e-3), torch.float32: (3e-5, 5e-5)}
-# Where one number a head is a gradient: a sum over tokens that may cancel, but not that of every head.
+# A gradient of one number per head is a sum over tokens that may cancel. It cannot cancel for all of these heads.
 HEADS = 13
 
 
 def random_inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, bias: float) -> list[Tensor]:
-    """q, k of Lion's phi, v, gate, dy."""
+    """Return q and k after LION's feature map, v, decay logits and dy."""
     batch, length, heads, dim = shape
     q, k, v, dy = (torch.randn(batch, length, heads, dim, device="cuda") for _ in range(4))
     q, k = (F.normalize(F.silu(x) + 0.5, dim=-1) for x in (q, k))
@@ -77,16 +77,16 @@ def test_projected_decay_logits_and_gradients(length: int, dtype: torch.dtype, b
         y = attend(*leaves[:3], decay_logits=gate, form=form)
         y.backward(dy.to(y.dtype))
         results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
-    # The gate itself is rounded to the dtype, which every gradient of it sees.
+    # The decay logits are rounded to the dtype, which affects all their gradients.
     limit = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}[dtype]
-    for i, (found, expected) in enumerate(zip(*results, strict=True)):
-        assert ((found.double() - expected).norm() / expected.norm()).item() < limit, i
+    for i, (actual, expected) in enumerate(zip(*results, strict=True)):
+        assert ((actual.double() - expected).norm() / expected.norm()).item() < limit, i
 
 
 @pytest.mark.parametrize("length", [50, 128, 300])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("dim", [40, 64, 128])
-def test_the_feature_map_and_a_gate_of_every_token(length: int, dtype: torch.dtype, dim: int) -> None:
+def test_feature_map_and_decay_logits_per_token_or_per_head(length: int, dtype: torch.dtype, dim: int) -> None:
     _, _, v, gate, dy = random_inputs((4, length, HEADS, dim), dtype, 3.0)
     for phi, normalized in (("silu", True), ("silu_paper", False)):
         q, k = (torch.randn(4, length, HEADS, dim, device="cuda").to(dtype) for _ in range(2))
@@ -95,14 +95,14 @@ def test_the_feature_map_and_a_gate_of_every_token(length: int, dtype: torch.dty
 
 
 def test_many_short_sequences() -> None:
-    """More than there are programs: each takes several."""
+    """Use more sequences than Triton programs."""
     for length in (64, 100, 128):
         check(random_inputs((300, length, 4, 64), torch.bfloat16, 2.0), form="auto")
 
 
 @pytest.mark.parametrize("length", [1, 7, 16, 31, 48, 63, 64, 65, 127, 128])
 @pytest.mark.parametrize("dim", [32, 40, 64])
-def test_short_sequences_by_the_automatic_choice(length: int, dim: int) -> None:
+def test_short_sequences_by_the_automatic_form(length: int, dim: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         check(random_inputs((5, length, 3, dim), dtype, 1.0), form="auto", normalized=length > 1)
 
@@ -125,20 +125,20 @@ def test_segments_and_padding(form: str) -> None:
 
 
 def test_decay_gradient_over_a_long_sequence() -> None:
-    """Long memory: the decay's gradient at a token is a sum over pairs thousands of tokens apart."""
+    """Use weak decays: the gradient of a token's decay sums over pairs that are thousands of tokens apart."""
     check(random_inputs((1, 16384, 2, 64), torch.bfloat16, 7.0), form="triton_chunk")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("dim", [64, 80, 256])
-def test_sequences_cut_into_stretches(dtype: torch.dtype, dim: int) -> None:
+def test_sequences_split_into_segments(dtype: torch.dtype, dim: int) -> None:
     for normalized in (True, False):
         check(random_inputs((1, 3000, 2, dim), dtype, 5.0), form="auto", normalized=normalized)
     cu_seqlens = torch.tensor([0, 500, 501, 1900, 1984, 3000], device="cuda", dtype=torch.int32)
     check(random_inputs((1, 3000, 2, dim), dtype, 5.0), form="auto", cu_seqlens=cu_seqlens)
 
 
-def test_automatic_form_takes_the_kernels() -> None:
+def test_automatic_form_selects_the_kernels() -> None:
     for length, dim, form in ((192, 64, "tile"), (256, 64, "chunk"), (256, 128, "tile"), (128, 192, "chunk")):
         q, k, v, gate, _ = random_inputs((2, length, 2, dim), torch.bfloat16, 0.0)
         form = f"triton_{form}"
@@ -154,9 +154,9 @@ def test_memory_is_linear_in_length() -> None:
         tensors = [x.requires_grad_() for x in random_inputs((1, length, 4, 64), torch.bfloat16, 0.0)]
         *inputs, dy = tensors
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         attend(*inputs[:3], decay_logits=inputs[3]).backward(dy)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        peaks.append(torch.cuda.max_memory_allocated() - allocated)
     assert peaks[1] < 4.2 * peaks[0]
 
 

@@ -1,4 +1,4 @@
-"""MetaLA's gate, recurrence and epilogue as one step, on a CUDA device in 16 bits, against the three in float32."""
+"""MetaLA's fused layer on a CUDA device in 16 bits, compared with gate, recurrence and epilogue in float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
         ((1, 400, 2, 64, 128), "later", torch.bfloat16),
     ],
 )
-def test_fused_layer_equals_the_three_steps(shape, kind, dtype):
+def test_fused_layer_equals_its_three_operators(shape, kind, dtype):
     from models.kernels.gla.gla import gla
     from models.kernels.metala import decay_and_key, metala_core
 
@@ -70,5 +70,5 @@ def test_fused_layer_equals_the_three_steps(shape, kind, dtype):
     for name, expected, three, one in zip(names, *results, strict=True):
         assert one.isfinite().all(), name
         errors = [((x.double() - expected.double()).norm() / expected.double().norm()).item() for x in (one, three)]
-        # Strong decays leave sums in which 16 bits cancel, whatever the steps.
+        # With strong decays, sums cancel in 16 bits in either form.
         assert errors[0] < max(8e-3, 1.1 * errors[1]), (name, errors)

@@ -1,4 +1,4 @@
-"""Parameters anywhere in memory, as they lie in a trainer's flat buffers: the kernels give what they give elsewhere."""
+"""Kernels with parameters at unaligned addresses, as in a trainer's flat buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step(lm: nn.Module, tokens: Tensor) -> list[Tensor]:
 
 
 def move(lm: nn.Module, first: int) -> None:
-    """All parameters one after the other in one buffer, from element `first` on."""
+    """Move all parameters into one buffer, from element `first` on."""
     parameters = list(lm.parameters())
     buffer = torch.empty(first + sum(p.numel() for p in parameters), device="cuda", dtype=parameters[0].dtype)
     for p in parameters:
@@ -33,7 +33,7 @@ def move(lm: nn.Module, first: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, LION], ids=["metala", "lion"])
-def test_parameters_anywhere(options: dict[str, object]) -> None:
+def test_parameters_at_any_address(options: dict[str, object]) -> None:
     pytest.importorskip("fla")
     config = ModelConfig(vocab_size=512, num_layers=2, hidden_size=192, num_heads=3, **options)
     lm = LanguageModel(config, seed=1).to("cuda", torch.bfloat16)
@@ -41,12 +41,12 @@ def test_parameters_anywhere(options: dict[str, object]) -> None:
     exact = [x.double().cuda() for x in step(copy.deepcopy(lm).float().cpu(), tokens)]
 
     def errors() -> list[float]:
-        found = step(lm, tokens.cuda())
-        return [((x.double() - y).norm() / y.norm().clamp_min(1e-9)).item() for x, y in zip(found, exact, strict=True)]
+        actual = step(lm, tokens.cuda())
+        return [((x.double() - y).norm() / y.norm().clamp_min(1e-9)).item() for x, y in zip(actual, exact, strict=True)]
 
     expected = errors()
     for first in (1, 4, 0):
         move(lm, first)
-        for found, wanted in zip(errors(), expected, strict=True):
-            # Products of another alignment may add in another order, in bf16.
-            assert found < max(2 * wanted, 1e-2), f"{found} for {wanted} where they were made"
+        for moved, original in zip(errors(), expected, strict=True):
+            # Matmuls of another alignment may sum in another order, in bf16.
+            assert moved < max(2 * original, 1e-2), f"error {moved}, and {original} at the original addresses"

@@ -1,4 +1,4 @@
-"""The kernels of quadratic attention in 16 bits on a CUDA device, in the shapes of the generated tasks, against float64."""
+"""Kernels of the quadratic form in 16 bits on a CUDA device, in the shapes of generated tasks, compared with float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def reference(
     ],
 )
 @pytest.mark.parametrize("length", [256, 300, 512])
-def test_against_float64(kind: str, heads: int, dim_k: int, dim_v: int, length: int, dtype: torch.dtype) -> None:
+def test_quadratic_form_equals_float64(
+    kind: str, heads: int, dim_k: int, dim_v: int, length: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -56,10 +58,10 @@ def test_against_float64(kind: str, heads: int, dim_k: int, dim_v: int, length: 
     settings = {"scale": 1.0 if kind == "scaled" else 0.2, "taylor": kind == "taylor", "normalized": kind != "decayed"}
     results = []
     for wide in (True, False):
-        own = [(x.double() if wide else x).detach().clone().requires_grad_() for x in inputs]
-        given = own if kind != "taylor" else [*own, None]
-        y = reference(*given, **settings) if wide else short_attention(*given, **settings, **WHOLE)
-        results.append([y, *torch.autograd.grad(y, own, dy.to(y.dtype))])
-    for name, expected, found in zip(("y", "dq", "dk", "dv", "d log decay"), *results, strict=False):
-        error = ((found.double() - expected).norm() / expected.norm()).item()
+        leaves = [(x.double() if wide else x).detach().clone().requires_grad_() for x in inputs]
+        arguments = leaves if kind != "taylor" else [*leaves, None]
+        y = reference(*arguments, **settings) if wide else short_attention(*arguments, **settings, **WHOLE)
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
+    for name, expected, actual in zip(("y", "dq", "dk", "dv", "d log decay"), *results, strict=False):
+        error = ((actual.double() - expected).norm() / expected.norm()).item()
         assert error < 2e-2, f"{name}: {error:.2e}"

@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels for the elementwise recurrence, and the mixers over it in 16 bits, on a CUDA device."""
+"""Elementwise scan with kernels of flash-linear-attention, and its mixers in 16 bits, on a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.models.mixer_cases import assert_close, build, tokens
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-# Both kernels, and a chunk of theirs that is not full.
+# Lengths of both kernels, and with a partial chunk.
 @pytest.mark.parametrize("length", [1, 100, 128, 1000])
 @pytest.mark.parametrize("packed", [False, True])
 def test_kernels_equal_the_chunked_form(length: int, packed: bool) -> None:
@@ -35,7 +35,7 @@ def test_kernels_equal_the_chunked_form(length: int, packed: bool) -> None:
 
 @pytest.mark.parametrize("name", ["hgrn", "mamba", "mamba2", "qlstm", "rg_lru", "rwkv4", "s5"])
 def test_sixteen_bits_forward_and_backward(name: str) -> None:
-    """Against float32 on the CPU with the same parameters."""
+    """Compare with float32 on the CPU with the same parameters."""
     pytest.importorskip("fla")
     x = tokens(300, batch=2)
     mixer = build((name, {})).bfloat16()

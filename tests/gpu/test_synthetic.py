@@ -1,4 +1,4 @@
-"""Generated tasks on a GPU: a step as a graph, of several runs side by side, is the step of each alone."""
+"""Generated tasks on a GPU: graphed steps of several parallel runs equal the steps of each run alone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MQAR = ("tasks=[64x4]", "batch_size=64", "widths=[64]", "lrs=[1e-3,1e-2]")
 
 
 @pytest.mark.parametrize("model", sorted(load_experiment("mqar").definitions))
-def test_graphs_and_bf16_change_nothing_but_rounding(model: str) -> None:
+def test_graphs_and_bf16_differ_by_rounding_alone(model: str) -> None:
     runs = plan(load_experiment("mqar", [*MQAR, f"models=[{model}]"]), "bf16")
     row = check_sweep(runs, torch.device("cuda", 0))
     assert (row["graph"], row["problem"]) == (True, "")
 
 
-def test_a_float32_residual_stream() -> None:
+def test_float32_residual_stream() -> None:
     words = [*MQAR, "models=[metala]", "network.fp32_residual_connection=true"]
     row = check_sweep(plan(load_experiment("mqar", words), "bf16"), torch.device("cuda", 0))
     assert (row["graph"], row["problem"]) == (True, "")
@@ -35,8 +35,8 @@ def test_a_float32_residual_stream() -> None:
         ["models=[attention]", "network.embedding_dropout=0", "definitions.attention.attention_dropout=0.5"],
     ],
 )
-def test_a_graph_draws_what_steps_without_one_draw(words: list[str]) -> None:
-    """Dropout's generators are a graph's too, and follow the epoch's seed."""
+def test_dropout_in_a_graph_equals_eager_dropout(words: list[str]) -> None:
+    """Seed the graph's generators per epoch, as without a graph."""
     device = torch.device("cuda", 0)
     words = [*MQAR, *words, "epochs=2", "data.train_examples=1280", "data.vocabulary=64", "target=null"]
     runs = plan(load_experiment("mqar", words), "bf16")
@@ -59,30 +59,30 @@ def test_every_task_of_mad(task: str) -> None:
     assert (row["graph"], row["problem"]) == (True, "")
 
 
-def test_a_graph_follows_the_rate_and_the_order() -> None:
-    """Three epochs with another rate and other batches each, as graphs and without."""
+def test_graph_follows_learning_rate_and_order() -> None:
+    """Compare three epochs, which have different learning rates and batches, with and without graphs."""
     device = torch.device("cuda", 0)
     words = [*MQAR, "models=[attention]", "epochs=3", "data.train_examples=1280", "data.vocabulary=64", "target=null"]
     runs = plan(load_experiment("mqar", words), "bf16")
-    found = [train_together(runs, prepare(runs[0], device), device, graph=graph) for graph in (True, False)]
-    for captured, plain in zip(*found, strict=True):
-        assert captured["graph"] is True
-        assert plain["graph"] == "disabled"
-        assert captured["loss"] == pytest.approx(plain["loss"], rel=0.03)
-    assert found[0][0]["loss"] != pytest.approx(found[0][1]["loss"], rel=1e-3)
+    results = [train_together(runs, prepare(runs[0], device), device, graph=graph) for graph in (True, False)]
+    for graphed, eager in zip(*results, strict=True):
+        assert graphed["graph"] is True
+        assert eager["graph"] == "disabled"
+        assert graphed["loss"] == pytest.approx(eager["loss"], rel=0.03)
+    assert results[0][0]["loss"] != pytest.approx(results[0][1]["loss"], rel=1e-3)
 
 
-def test_it_learns() -> None:
+def test_metala_learns_mqar() -> None:
     device = torch.device("cuda", 0)
     words = ["tasks=[16x4]", "batch_size={16: 64}", "models=[metala]", "widths=[64]", "lrs=[1e-3,5e-3]", "epochs=10"]
     words += ["data.train_examples=5000", "data.vocabulary=32", "network.init_method=small_init"]
     runs = plan(load_experiment("mqar", words), "bf16")
-    found = train_together(runs, prepare(runs[0], device), device)
-    assert max(one["accuracy"] for one in found) >= 0.99
-    assert found[0]["stopped"] == "99 % was reached"
+    results = train_together(runs, prepare(runs[0], device), device)
+    assert max(result["accuracy"] for result in results) >= 0.99
+    assert results[0]["stopped"] == "99 % was reached"
 
 
-def test_float32_is_without_a_graph() -> None:
+def test_float32_runs_without_a_graph() -> None:
     device = torch.device("cuda", 0)
     runs = plan(load_experiment("mqar", [*MQAR, "models=[metala]", "data.train_examples=640"]), "fp32")
     steps = SideBySide(runs, prepare(runs[0], device), device)

@@ -1,4 +1,4 @@
-"""The trainer on one CUDA device: float32 against the oracle, bf16 through the kernels, resume."""
+"""The trainer on one CUDA device: float32 and 16 bits compared with the oracle, resume."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_float32_equals_the_oracle(grid, stage):
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective", "elementwise"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 4e-3), ("fp16", 1e-3)])
-def test_sixteen_bits_through_the_kernels_stay_near_float32(grid, dtype, tolerance, mode):
+def test_sixteen_bits_on_kernels_stay_near_float32(grid, dtype, tolerance, mode):
     config = model_config(("metala", "attention"), hidden_size=128)
     steps = batches(8)
     expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=8, device="cuda")
@@ -85,7 +85,7 @@ def test_resume_continues_the_same_losses(grid, tmp_path, dtype, stage, asynchro
     run(engine, steps[:3])
     writer = Checkpointer(engine, tmp_path, asynchronous=asynchronous)
     writer.save_async(step=3, state={}, config_yaml="")
-    rest = [engine.train_step(step, lr=LR) for step in steps[3:]]  # beside the write
+    rest = [engine.train_step(step, lr=LR) for step in steps[3:]]  # during the write
     writer.finish()
     engine.close()
     other = engine_on(grid, model_config(), dtype, stage, seed=5)
@@ -97,17 +97,17 @@ def test_resume_continues_the_same_losses(grid, tmp_path, dtype, stage, asynchro
     other.close()
 
 
-def test_a_veto_leaves_the_loss_scale(grid):
+def test_skipped_step_leaves_the_loss_scale(grid):
     steps = batches(2)
     engine = engine_on(grid, model_config(), "fp16")
-    before = engine.train_step(steps[0], lr=LR).loss_scale
-    vetoed = engine.train_step(steps[1], lr=LR, should_skip=lambda loss: True)
-    assert vetoed.skipped
-    assert vetoed.loss_scale == before
+    loss_scale = engine.train_step(steps[0], lr=LR).loss_scale
+    result = engine.train_step(steps[1], lr=LR, should_skip=lambda loss: True)
+    assert result.skipped
+    assert result.loss_scale == loss_scale
     engine.close()
 
 
-def test_float32_gradients_leave_their_memory_between_steps(grid):
+def test_float32_gradients_are_freed_between_steps(grid):
     engine = engine_on(grid, model_config(("metala",)), "bf16")
     flats = engine._engine.optimizer.fp32_groups_gradients_flat
     for step in batches(2):

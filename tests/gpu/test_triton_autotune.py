@@ -1,4 +1,4 @@
-"""Configurations of a Triton kernel, compiled by several processes before they are timed."""
+"""Parallel compilation of all configurations of a Triton kernel before autotuning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tools.loading import triton_autotune as tuning
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_all_are_there_before_the_first_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_configurations_are_compiled_before_the_first_is_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from triton.runtime.autotuner import Autotuner
 
     from tests.gpu.tuned_kernel import BLOCKS, double
@@ -27,7 +29,7 @@ def test_all_are_there_before_the_first_is_timed(monkeypatch: pytest.MonkeyPatch
     compile_configs = tuning._compile
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_compile", compile_and_count)
-    # As Triton has them; put back after the test.
+    # Restore Triton's functions after the test.
     monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: list(self.configs))
     monkeypatch.setattr(Autotuner, "_bench", Autotuner._bench)
     tuning.tune_side_by_side()
@@ -35,6 +37,6 @@ def test_all_are_there_before_the_first_is_timed(monkeypatch: pytest.MonkeyPatch
     y = torch.zeros_like(x)
     double[(1,)](x, y, len(x))
     assert torch.equal(y, 2 * x)
-    # Once before the first is timed, and with nothing left to do before the others.
+    # All are compiled before the first timing; later calls compile nothing.
     assert compiled == [len(BLOCKS)] * len(BLOCKS)
     assert double.best_config.kwargs["BLOCK"] in BLOCKS

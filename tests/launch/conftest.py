@@ -1,4 +1,4 @@
-"""Runs of two processes, started by each launcher, beside one run of a single process."""
+"""One run of a single process, which the runs of every launcher must equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["alone", "arguments", "corpus"]
 
 @pytest.fixture(scope="session")
 def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run in one process that every launcher must repeat."""
+    """Return the run of one process."""
     folder = tmp_path_factory.mktemp("alone")
     assert train.main(run_words(corpus, folder, "one")) == 0
     return folder / "one"

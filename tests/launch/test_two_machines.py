@@ -1,4 +1,4 @@
-"""The two-machine example of docs/guide/launch.md, run as it stands there, in two network namespaces that share a cable."""
+"""The two-machine example of docs/guide/launch.md, unchanged, in two network namespaces with a virtual link."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.launch.machines import Machine, example, two_machines
 
 @pytest.fixture
 def machines() -> Iterator[list[Machine]]:
-    with two_machines() as found:
-        yield found
+    with two_machines() as pair:
+        yield pair
 
 
-def test_two_machines_are_one_run(machines, arguments, alone, tmp_path):
+def test_run_on_two_machines_equals_one_process(machines, arguments, alone, tmp_path):
     processes = [
         subprocess.Popen(
             [*machine.prefix, "bash", "-euc", example()],

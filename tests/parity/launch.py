@@ -1,4 +1,4 @@
-"""Starts the processes of one machine, as torchrun does, without its agent."""
+"""Start the processes of one machine as torchrun does, without its agent."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def leave() -> None:
-    """End a process of `launch` when all are done. Without the interpreter's shutdown, in which a thread of the process
-    group may still be talking to a peer that is gone."""
+    """End a process of `launch` when all are done.
+
+    The interpreter's shutdown is skipped, since a thread of the process group may still talk to an ended peer.
+    """
     import torch.distributed as dist
 
     dist.barrier()
@@ -24,10 +26,10 @@ def leave() -> None:
 
 
 def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0, device: str = "cpu") -> str:
-    """Run `python -m module *arguments` in so many processes; what they wrote to standard error.
+    """Run `python -m module *arguments` in several processes and return their standard error.
 
     Raises:
-        RuntimeError: one of them failed; with the end of what each wrote.
+        RuntimeError: a process failed; with the end of every process's output.
     """
     common = {
         **os.environ,
@@ -60,12 +62,12 @@ def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0,
 
 
 def train_in_turn(runs: Iterable[list[str]], processes: int = 2) -> None:
-    """Run `train.py` with the words of each run, one after another, in one start of so many processes. Raises as `launch`."""
+    """Run `train.py` with the arguments of each run, consecutively in the same processes. Raises as `launch`."""
     launch("tests.parity.trains", processes, json.dumps(list(runs)))
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The cases of the parity matrix: tiny models, layouts, and the steps that all of them take."""
+"""The cases of the parity matrix: tiny models, layouts, and their common steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """One run: a model, a layout and what differs from the plain run."""
 
     model: str
@@ -108,7 +108,7 @@ def steps(masked: bool = False, packed: bool = False) -> list[list[dict[str, Ten
 
 
 def in_pairs(step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The same samples in half as many micro batches."""
+    """Return the same samples in half as many micro-batches."""
     return [{key: torch.cat([a[key], b[key]]) for key in a} for a, b in zip(step[::2], step[1::2], strict=True)]
 
 
@@ -117,7 +117,7 @@ SEQUENCE = {"sequence_parallel": True}
 CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
 SELECTIVE = {"activation_checkpointing": {"mode": "selective"}}
 RECOMPUTE = {"activation_checkpointing": {"mode": "full", "every": 2, "others": "elementwise"}}
-# Layouts that every model runs in, and layouts that the hybrid runs in (attention too); by number of processes.
+# Layouts of every model, and layouts of the hybrid model alone, by number of processes.
 EVERY: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "data2": {},
@@ -163,7 +163,7 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
         "data2_tensor2_zero3_checkpointed": {"tensor": 2, "zero_stage": 3, **CHECKPOINTED},
     },
 }
-# Layouts with sequences over several processes, for the mixers with a recurrent state.
+# Layouts with context parallelism, for mixers with a recurrent state.
 CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "context2": {"context": 2},
@@ -178,7 +178,7 @@ CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 SPLIT = ("metala", "lion_causal", "lion_bidirectional")
-# As models of masked tokens have it: BERT's head, and few labels.
+# Masked models, with BERT's head and few labels.
 MASKED = {
     "lion_bidirectional": (
         "data2",
@@ -199,83 +199,86 @@ DELTA_RULE = (
     *("context4", "context2_tensor2_sequence", "context2_pipeline2", "data2_tensor2_zero3"),
 )
 DELTA_RULE_PACKED = ("tensor2", "context2", "context4")
-SHORT = {"num_layers": 2}  # where no stages share them out
+SHORT = {"num_layers": 2}  # without pipeline stages
 UNTIED = {"tie_embeddings": False}
 POSITIONS = {"positions": "learned", "max_positions": LENGTH}
-# Two kinds of stages with parameters of one kind alone: blocks without norms, and a tied head without a norm's weights.
+# Stages whose parameters are all of one kind: blocks without norms, and a tied head without norm weights.
 BARE = {"norm_affine": False, "mlp_bias": False}
 WIDE = {**BARE, "vocab_size": 4096, "num_layers": 2, "hidden_size": 16}
 
 
-def cases(processes: int) -> list[Case]:
-    """All cases that run in so many processes."""
-    found = [
-        Case(model, name, layout, {} if model == "hybrid" or "pipeline" in layout else SHORT)
+def cases(processes: int) -> list[LayoutCase]:
+    """Return all cases of a number of processes."""
+    selected = [
+        LayoutCase(model, name, layout, {} if model == "hybrid" or "pipeline" in layout else SHORT)
         for name, layout in EVERY[processes].items()
         for model in MODELS
         if model not in ("encoder", "delta_rule")
     ]
-    found += [Case("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
+    selected += [LayoutCase("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
     layouts = EVERY[processes] | HYBRID[processes] | CONTEXT[processes]
-    found += [
-        Case(model, name, layouts[name], MLM, masked=True)
+    selected += [
+        LayoutCase(model, name, layouts[name], MLM, masked=True)
         for model, names in MASKED.items()
         for name in names
         if name in layouts
     ]
-    found += [
-        Case(model, name, layout, {} if "pipeline" in layout else SHORT)
+    selected += [
+        LayoutCase(model, name, layout, {} if "pipeline" in layout else SHORT)
         for name, layout in CONTEXT[processes].items()
         for model in SPLIT
     ]
-    found += [
-        Case("delta_rule", name, layouts[name], packed=packed)
+    selected += [
+        LayoutCase("delta_rule", name, layouts[name], packed=packed)
         for packed, names in ((False, DELTA_RULE), (True, DELTA_RULE_PACKED))
         for name in names
         if name in layouts
     ]
     if processes == 2:
         rest = [mixer for mixer in MIXERS if mixer not in (*MODELS, *MODELS["delta_rule"]["mixers"], "lion")]
-        found += [Case(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], SHORT) for mixer in rest]
-        # With the sequence cut, the gradient of all that is whole is summed; without, of what its word says.
+        selected += [LayoutCase(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], SHORT) for mixer in rest]
+        # Sequence parallelism sums the gradients of all replicated parameters. Without it, the sharding spec decides.
         whole = [m for m in rest if any("replicated" in word for word in MIXERS[m].tensor_parallel_plan.values())]
-        found += [Case(mixer, "tensor2", EVERY[2]["tensor2"], SHORT) for mixer in whole]
+        selected += [LayoutCase(mixer, "tensor2", EVERY[2]["tensor2"], SHORT) for mixer in whole]
         split = [mixer for mixer in rest if getattr(MIXERS[mixer], "supports_context_parallel", False)]
-        found += [Case(mixer, "context2", CONTEXT[2]["context2"], SHORT) for mixer in split]
-        found += [Case("hybrid", name, EVERY[2][name], UNTIED) for name in ("tensor2_sequence", "pipeline2")]
-        found += [Case("attention", name, EVERY[2][name], POSITIONS) for name in ("tensor2", "tensor2_sequence")]
-        found += [
-            Case("metala", name, layout, dtype="bf16")
+        selected += [LayoutCase(mixer, "context2", CONTEXT[2]["context2"], SHORT) for mixer in split]
+        selected += [LayoutCase("hybrid", name, EVERY[2][name], UNTIED) for name in ("tensor2_sequence", "pipeline2")]
+        selected += [
+            LayoutCase("attention", name, EVERY[2][name], POSITIONS) for name in ("tensor2", "tensor2_sequence")
+        ]
+        selected += [
+            LayoutCase("metala", name, layout, dtype="bf16")
             for name, layout in (EVERY[2] | CONTEXT[2]).items()
             if name in ("data2", "tensor2_sequence", "pipeline2", "context2")
         ]
-        found += [
-            Case("hybrid", name, layout, dtype="bf16", state="bf16")
+        selected += [
+            LayoutCase("hybrid", name, layout, dtype="bf16", state="bf16")
             for name, layout in (EVERY[2] | HYBRID[2]).items()
             if name in ("data2", "tensor2_sequence", "pipeline2", "data2_zero2", "data2_zero3")
         ]
         recorded = {**EVERY[2]["tensor2_overlap"], "cuda_graph": True}  # on CUDA
-        found += [Case("metala", "tensor2_overlap_recorded", recorded, dtype=dtype) for dtype in ("bf16", "fp32")]
-        found += [Case("attention", "pipeline2", {"pipeline": 2}, changes) for changes in (BARE, WIDE)]
+        selected += [
+            LayoutCase("metala", "tensor2_overlap_recorded", recorded, dtype=dtype) for dtype in ("bf16", "fp32")
+        ]
+        selected += [LayoutCase("attention", "pipeline2", {"pipeline": 2}, changes) for changes in (BARE, WIDE)]
     else:
-        found += [Case("metala", "pipeline2_tensor2_sequence", EVERY[4]["pipeline2_tensor2_sequence"], UNTIED)]
-    return found
+        selected += [LayoutCase("metala", "pipeline2_tensor2_sequence", EVERY[4]["pipeline2_tensor2_sequence"], UNTIED)]
+    return selected
 
 
 def guarded(processes: int) -> list[tuple[str, dict[str, Any], str]]:
-    """(name, layout, number format) of the runs that meet a veto and a gradient that is not finite."""
+    """Return (name, layout, dtype) of the runs with a skipped step and with a gradient that is not finite."""
     if processes == 4:
         return []
-    found = [(f"guards-{name}", EVERY[2][name], "fp32") for name in ("data2", "tensor2", "pipeline2")]
     return [
-        *found,
+        *((f"guards-{name}", EVERY[2][name], "fp32") for name in ("data2", "tensor2", "pipeline2")),
         ("guards-data2_zero3", {"zero_stage": 3}, "fp32"),
         ("guards-pipeline2-bf16", EVERY[2]["pipeline2"], "bf16"),
     ]
 
 
 def compared(processes: int) -> list[tuple[str, dict[str, Any]]]:
-    """(name, layout) of the runs in bf16 by this project's step and by DeepSpeed's own."""
+    """Return (name, layout) of the bf16 runs by this project's step and by DeepSpeed's."""
     every = EVERY[processes] | HYBRID[processes]
     names = {2: ("data2", "tensor2_sequence", "pipeline2"), 4: ("data2_tensor2", "pipeline2_data2")}
     return [(f"bf16_steps-{name}", every[name]) for name in names[processes]]

@@ -1,4 +1,4 @@
-"""One process of a relay: each layout takes one step from the checkpoint that the layout before it left."""
+"""One process of a relay: each layout makes one step from the checkpoint of the previous layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.parity.worker import engine_of, grid_of, own, rate
 
 
 def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], first: int) -> None:
-    """Steps `first`, `first` + 1, ... of each relay, a step a layout; histories go to `folder/NAME.FIRST.json`."""
+    """Make steps `first`, `first` + 1, ... of each relay, one per layout; write histories to `folder/NAME.FIRST.json`."""
     config = layouts.model_config(model)
     whole = {
         "model": asdict(config) | {"mixers": list(config.mixers)},
@@ -36,7 +36,7 @@ def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], firs
             grid = grid_of(parallel)
             engine = engine_of(config, parallel, grid, seed=11 if step == 0 else 99 + step)
             if step:
-                engine.train_step(own(layouts.steps()[0], grid), lr=rate(0))  # of which nothing is left
+                engine.train_step(own(layouts.steps()[0], grid), lr=rate(0))  # the load must undo this step
                 assert Checkpointer(engine, folder / name).load() == {"step": step}
             result = engine.train_step(own(layouts.steps()[step], grid), lr=rate(step))
             history.append((result.loss, result.gradient_norm))

@@ -1,4 +1,4 @@
-"""The parity matrix: every layout trains as one process does, to 1e-5 in loss and gradient norm over four steps."""
+"""The parity matrix: every layout equals one process, to 1e-5 in loss and gradient norm over four steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.parity.launch import launch
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """Results of every case of a number of processes, which run them all in one start."""
+    """Return a function that returns the results of all cases of a number of processes, which start once."""
 
     @cache
     def run(processes: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def expected(
     masked: bool = False,
     packed: bool = False,
 ) -> tuple[list[tuple[float, float]], list[float]]:
-    """(loss, gradient norm) of every step, and the share of the tokens that were predicted right."""
+    """Return (loss, gradient norm) of every step, and the accuracy of every step."""
     config = layouts.model_config(case_model, **dict(changes))
     accuracies: list[float] = []
     options = {"seed": 11, "lr": layouts.LR, "warmup": layouts.WARMUP, "total": layouts.STEPS, "device": device}
@@ -49,7 +49,7 @@ CASES = [(processes, case) for processes in (2, 4) for case in layouts.cases(pro
 
 
 @pytest.mark.parametrize(("processes", "case"), CASES, ids=[case.name for _, case in CASES])
-def test_a_layout_trains_as_one_process(results, processes, case):
+def test_layout_equals_one_process(results, processes, case):
     result = results(processes)[case.name]
     assert "error" not in result, result["error"]
     wanted, accuracies = expected(case.model, tuple(case.changes.items()), masked=case.masked, packed=case.packed)
@@ -60,26 +60,26 @@ def test_a_layout_trains_as_one_process(results, processes, case):
         assert loss == pytest.approx(wanted_loss, rel=tolerance), f"loss of step {index}"
         tolerance *= 10 if case.model in ILL_CONDITIONED or case.dtype != "fp32" else 1
         assert norm == pytest.approx(wanted_norm, rel=tolerance), f"gradient norm of step {index}"
-    nll, weight, right = result["evaluated"]
+    nll, weight, num_correct = result["evaluated"]
     assert weight == sum(batch["loss_weight"].sum().item() for batch in layouts.steps(case.masked, case.packed)[1])
-    assert 0 <= right <= weight
+    assert 0 <= num_correct <= weight
     plain = case.model == "hybrid" and not case.changes and case.dtype == "fp32"
     same = results(2)["data2-hybrid"]["evaluated"][0] if plain else nll
     assert nll == pytest.approx(same, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, _, _ in layouts.guarded(2)])
-def test_a_vetoed_or_non_finite_step_is_skipped_on_all_processes(results, name):
-    for vetoed, broken, ordinary in results(2)[name]:
-        assert vetoed == [True, True, True]
-        assert broken[:2] == [True, True]
+def test_requested_or_non_finite_skip_holds_on_all_processes(results, name):
+    for requested, not_finite, ordinary in results(2)[name]:
+        assert requested == [True, True, True]
+        assert not_finite[:2] == [True, True]
         assert ordinary == [False, False, True]
 
 
 @pytest.mark.parametrize(
     ("processes", "name"), [(processes, name) for processes in (2, 4) for name, _ in layouts.compared(processes)]
 )
-def test_bf16_steps_are_those_of_deepspeed(results, processes, name):
-    """Losses, norms, master weights, moments and 16-bit weights on every process, but for the order of sums."""
+def test_bf16_steps_equal_those_of_deepspeed(results, processes, name):
+    """Compare losses, norms, master weights, moments and 16-bit weights on every process, up to the order of summation."""
     for distances in results(processes)[name]:
         assert max(distances) < 2e-5, distances

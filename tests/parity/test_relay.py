@@ -1,4 +1,4 @@
-"""Checkpoints in any layout: a run that changes its layout at every step is the run left alone."""
+"""Checkpoints in any layout: a run that changes its layout at every step equals the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parity import layouts
 from tests.parity.launch import launch
 from tools import reshard
 
-# The layout of each step: two in four processes, then two in two.
+# The layout of each step: two steps of four processes, then two steps of two.
 RELAYS: dict[str, list[dict[str, Any]]] = {
     "tensor-pipeline-data": [
         {"pipeline": 2, "tensor": 2, "sequence_parallel": True},
@@ -39,7 +39,7 @@ MODEL = "hybrid"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of every relay, and their histories."""
+    """Return the folder of the checkpoints and histories of every relay."""
     path = tmp_path_factory.mktemp("relay")
     for first, processes in ((0, 4), (2, 2)):
         legs = {name: relay[first : first + 2] for name, relay in RELAYS.items()}
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RELAYS)
-def test_a_run_goes_on_in_other_layouts(folder, name):
+def test_run_resumes_in_other_layouts(folder, name):
     history = [pair for first in (0, 2) for pair in json.loads((folder / f"{name}.{first}.json").read_text())]
     config = layouts.model_config(MODEL)
     wanted = oracle.train(config, layouts.steps(), seed=11, lr=layouts.LR, warmup=layouts.WARMUP, total=layouts.STEPS)
@@ -56,7 +56,7 @@ def test_a_run_goes_on_in_other_layouts(folder, name):
         assert loss == pytest.approx(wanted_loss, rel=1e-5), f"loss of step {step}"
         assert norm == pytest.approx(wanted_norm, rel=1e-5), f"gradient norm of step {step}"
 
-    # Any of them is read whole without the layout that wrote it: the first step's weights give the second step's loss.
+    # A checkpoint can be read without the layout that wrote it: the first step's weights give the second step's loss.
     step = layouts.steps()[1]
     model_read = LanguageModel(config)
     missing, unexpected = model_read.load_state_dict(
@@ -74,7 +74,7 @@ def test_a_run_goes_on_in_other_layouts(folder, name):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (3, 4, 2), (1, 2, 2)], ids=str)
-def test_a_checkpoint_is_rewritten_for_another_layout_bit_for_bit(folder, tmp_path, capsys, sizes):
+def test_checkpoint_is_resharded_to_another_layout_bit_for_bit(folder, tmp_path, capsys, sizes):
     source = folder / "tensor-pipeline-data" / "step_00000001"
     data, tensor, pipeline = sizes
     words = [str(source), str(tmp_path), f"--data={data}", f"--tensor={tensor}", f"--pipeline={pipeline}"]
@@ -82,30 +82,30 @@ def test_a_checkpoint_is_rewritten_for_another_layout_bit_for_bit(folder, tmp_pa
     assert "was for 4 processes: tensor 2 x pipeline 2" in capsys.readouterr().out
     target = checkpoint.resolve(tmp_path)
     assert len(list(target.glob("weights-*"))) == data * tensor * pipeline
-    before, after = checkpoint.read_manifest(source), checkpoint.read_manifest(target)
-    assert after["layout"] == before["layout"] | {
+    old, new = checkpoint.read_manifest(source), checkpoint.read_manifest(target)
+    assert new["layout"] == old["layout"] | {
         "world_size": data * tensor * pipeline, "data": data, "tensor": tensor, "pipeline": pipeline
     }  # fmt: skip
-    for name, entry in after["tensors"].items():
-        # The file of a piece is that of the process of its layer's stage and its shard.
+    for name, entry in new["tensors"].items():
+        # The rank of a piece follows from the pipeline stage of its layer and from its shard.
         stages = {piece["rank"] // (data * tensor) for piece in entry["pieces"]}
         assert len(stages) == 1, name
         for piece in entry["pieces"]:
             assert piece["rank"] % tensor == piece.get("shard", (0, 0, 1))[1], name
         if sizes == (1, 2, 2):  # as the run that wrote the source
-            assert entry["pieces"] == before["tensors"][name]["pieces"], name
+            assert entry["pieces"] == old["tensors"][name]["pieces"], name
     same = ("step", "state", "optimizer_steps", "loss_scale")
-    assert {key: after[key] for key in same} == {key: before[key] for key in same}
-    readers = [checkpoint.Reader(path, read) for path, read in ((source, before), (target, after))]
-    for name, entry in before["tensors"].items():
+    assert {key: new[key] for key in same} == {key: old[key] for key in same}
+    readers = [checkpoint.Reader(path, manifest) for path, manifest in ((source, old), (target, new))]
+    for name, entry in old["tensors"].items():
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
             a, b = (reader.read(kind, name, Shard(), 0, math.prod(entry["shape"])) for reader in readers)
             assert torch.equal(a, b), (kind, name)
-    assert reshard.main(words) == 2  # never over what is there
+    assert reshard.main(words) == 2  # an existing folder is not replaced
     assert "exists: name another output folder" in capsys.readouterr().err
 
 
-def test_a_layout_that_does_not_divide_is_refused(folder, tmp_path, capsys):
+def test_layout_that_does_not_divide_is_refused(folder, tmp_path, capsys):
     assert reshard.main([str(folder / "zero3-tensor"), str(tmp_path), "--tensor=3"]) == 2
     error = capsys.readouterr().err
     assert "--tensor = 3 does not divide model.num_heads = 4" in error
@@ -121,7 +121,7 @@ def test_damaged_file_that_one_rank_reads_is_refused_on_every_rank(folder):
     assert "step_00000003: the file weights-00001.safetensors is corrupted" in errors[0]
 
 
-def test_a_missing_and_a_corrupted_shard_are_named(folder, tmp_path):
+def test_missing_and_corrupted_files_are_named(folder, tmp_path):
     source = folder / "tensor-pipeline-data" / "step_00000001"
     broken = tmp_path / "step_00000001"
     shutil.copytree(source, broken)

@@ -1,4 +1,4 @@
-"""One process of several runs of train.py, one after another in one start: the words of each, as JSON."""
+"""One process of consecutive runs of train.py, whose arguments are given as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process of the parity matrix: runs every case of its number of processes, rank 0 writes what came out."""
+"""One process of the parity matrix: it runs every case of its number of processes; rank 0 writes the results."""
 
 from __future__ import annotations
 
@@ -31,25 +31,27 @@ from tests.untuned import leave_untuned
 
 
 class Groups:
-    """Makes a group of processes once for all cases: a communicator of NCCL costs a GPU some 100 MB, which DeepSpeed keeps
-    as long as the process lives, and a good part of a second."""
+    """Create each process group once for all cases.
+
+    An NCCL communicator takes about 100 MB of GPU memory, which DeepSpeed never frees, and up to a second.
+    """
 
     def __init__(self) -> None:
         self._new = torch.distributed.new_group
-        self._made: dict[Any, Any] = {}
+        self._groups: dict[Any, Any] = {}
         self._of_case: Counter[Any] = Counter()
 
     def next_case(self) -> None:
-        """What a case asks for twice, it gets twice: only groups of former cases are given again."""
+        """Begin a case. It may reuse the groups of earlier cases, but not its own."""
         self._of_case.clear()
 
     def __call__(self, ranks: list[int] | None = None, *args: Any, pg_options: Any = None, **options: Any) -> Any:
         kind = (*(ranks or ()), pg_options is not None)
         self._of_case[kind] += 1
         key = (kind, self._of_case[kind])
-        if key not in self._made:
-            self._made[key] = self._new(ranks, *args, pg_options=pg_options, **options)
-        return self._made[key]
+        if key not in self._groups:
+            self._groups[key] = self._new(ranks, *args, pg_options=pg_options, **options)
+        return self._groups[key]
 
 
 def grid_of(parallel: dict[str, Any]) -> Grid:
@@ -96,7 +98,7 @@ def own(step: list[Any], grid: Grid) -> list[Any]:
 
 def run(case: layouts.LayoutCase) -> dict[str, Any]:
     grid = grid_of(case.parallel)
-    # Where every micro batch costs collectives in every layer, fewer of them.
+    # Fewer micro-batches where each one costs collectives in every layer.
     pairs = grid.data_size * grid.pipe_size == 1 and not case.packed
     engine = engine_of(
         case.config,
@@ -120,8 +122,10 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
 
 
 def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
-    """[skipped, weights and moments as they were, loss is finite] of every process: after a step that is vetoed, one
-    that is not finite in the last process's data alone, and an ordinary one."""
+    """Return [skipped, state is unchanged, loss is finite] of three steps on every process.
+
+    The first step is skipped by request. The loss of the second is not finite on the last process. The third is ordinary.
+    """
     grid = grid_of(parallel)
     engine = engine_of(layouts.model_config("hybrid"), parallel, grid, dtype=dtype)
     steps = [own(step, grid) for step in layouts.steps()]
@@ -130,13 +134,13 @@ def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
     if grid.data_rank == grid.data_size - 1:
         broken = [{**batch, "loss_weight": batch["loss_weight"] * math.inf} for batch in broken]
     outcome = []
-    for step, veto in ((steps[1], lambda loss: loss > 0), (broken, None), (steps[3], None)):
-        before = [
+    for step, should_skip in ((steps[1], lambda loss: loss > 0), (broken, None), (steps[3], None)):
+        old = [
             tensor.clone() for fragment in engine.optimizer_state.fragments() for tensor in fragment.tensors.values()
         ]
-        result = engine.train_step(step, lr=LR, should_skip=veto)
-        after = [tensor for fragment in engine.optimizer_state.fragments() for tensor in fragment.tensors.values()]
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        result = engine.train_step(step, lr=LR, should_skip=should_skip)
+        new = [tensor for fragment in engine.optimizer_state.fragments() for tensor in fragment.tensors.values()]
+        same = all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
         outcome.append((result.skipped, same, math.isfinite(result.loss)))
     engine.close()
     everyone: list[Any] = [None] * grid.world_size
@@ -145,15 +149,19 @@ def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
 
 
 def bf16_steps(parallel: dict[str, Any], *, replaced: bool) -> list[Tensor]:
-    """Four steps in bf16, the second vetoed, by `megatron_lite.optim.bf16_optimizer` or by DeepSpeed's own: their losses, their
-    gradient norms, and what this process has afterwards: master weights, moments, 16-bit weights."""
+    """Return losses, gradient norms, and this process's final master weights, moments and 16-bit weights of four bf16 steps.
+
+    The second step is skipped by request.
+
+    replaced: step by `megatron_lite.optim.bf16_optimizer`, else by DeepSpeed.
+    """
     grid = grid_of(parallel)
     with pytest.MonkeyPatch.context() as patch:
         (reduce_in_float32 if replaced else leave_bf16_steps)(patch)
         engine = engine_of(layouts.model_config("hybrid"), parallel, grid, dtype="bf16")
-    vetoes = [lambda _, index=index: index == 1 for index in range(STEPS)]
+    skips = [lambda _, index=index: index == 1 for index in range(STEPS)]
     steps = [own(step, grid) for step in layouts.steps()]
-    results = [engine.train_step(step, lr=1e-3, should_skip=veto) for step, veto in zip(steps, vetoes, strict=True)]
+    results = [engine.train_step(step, lr=1e-3, should_skip=skip) for step, skip in zip(steps, skips, strict=True)]
     state = [
         torch.cat([fragment.tensors[key] for fragment in engine.optimizer_state.fragments()])
         for key in ("weight", "exp_avg", "exp_avg_sq")
@@ -165,12 +173,12 @@ def bf16_steps(parallel: dict[str, Any], *, replaced: bool) -> list[Tensor]:
     return [torch.tensor([result.loss for result in results]), torch.tensor(norms), *state]
 
 
-def apart(parallel: dict[str, Any]) -> list[list[float]]:
-    """How far both kinds of `bf16_steps` are apart, relative to the latter, on every process."""
-    found, wanted = (bf16_steps(parallel, replaced=replaced) for replaced in (True, False))
-    distances = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
+def distances(parallel: dict[str, Any]) -> list[list[float]]:
+    """Return the relative distances of the project's `bf16_steps` to DeepSpeed's, on every process."""
+    actual, expected = (bf16_steps(parallel, replaced=replaced) for replaced in (True, False))
+    values = [((a - b).norm() / b.norm()).item() for a, b in zip(actual, expected, strict=True)]
     everyone: list[Any] = [None] * grid_of(parallel).world_size
-    torch.distributed.all_gather_object(everyone, distances)
+    torch.distributed.all_gather_object(everyone, values)
     return everyone
 
 
@@ -179,7 +187,7 @@ def main(processes: int, out: Path) -> None:
     if os.environ.get("MATRIX_DEVICE") == "cuda":
         leave_untuned()
     torch.distributed.new_group = groups = Groups()  # type: ignore[assignment]
-    reached = out.with_suffix(f".{os.environ['RANK']}")  # which case a process hangs in
+    reached = out.with_suffix(f".{os.environ['RANK']}")  # names the case in which a process hangs
     for name, parallel, dtype in layouts.guarded(processes):
         reached.write_text(name)
         groups.next_case()
@@ -187,7 +195,7 @@ def main(processes: int, out: Path) -> None:
     for name, parallel in layouts.compared(processes) if os.environ.get("MATRIX_DEVICE") != "cuda" else ():
         reached.write_text(name)
         groups.next_case()
-        results[name] = apart(parallel)
+        results[name] = distances(parallel)
     for case in layouts.cases(processes):
         reached.write_text(case.name)
         groups.next_case()
@@ -196,7 +204,7 @@ def main(processes: int, out: Path) -> None:
         except Exception:
             results[case.name] = {"error": traceback.format_exc()}
             print(f"{case.name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            break  # the other processes may be in another place
+            break  # the processes may no longer be in step
     if grid_of({}).is_main:
         out.write_text(json.dumps(results))
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from .test_imports import ROOT, modules, named_by
+from .test_imports import ROOT, imports, modules
 
 PAGE = ROOT / "docs" / "design" / "architecture.md"
 PACKAGES = ("megatron_lite", "models", "data", "tools")
@@ -23,20 +23,20 @@ def folders() -> set[str]:
     }
 
 
-def shown() -> list[str]:
+def documented_paths() -> list[str]:
     """Return the paths of the page's tree."""
     tree = PAGE.read_text().split("## Tree")[1].split("##")[0]
     above: list[str] = []
-    found = []
+    paths = []
     for line in re.findall(r"^    ( *\S+) +", tree, re.MULTILINE):
         depth = (len(line) - len(line.lstrip())) // 2
         above[depth:] = [line.strip().rstrip("/")]
-        found.append("/".join(above))
-    return found
+        paths.append("/".join(above))
+    return paths
 
 
 def test_tree_names_every_folder_and_nothing_else():
-    names = shown()
+    names = documented_paths()
     assert folders() - set(names) == set()
     assert [name for name in names if not (ROOT / name).exists()] == []
 
@@ -58,7 +58,7 @@ def test_imports_go_in_the_documented_direction(package: str):
 
     wrong = [
         f"{module} imports {name}"
-        for module, imported in named_by().items()
+        for module, imported in imports().items()
         for name in imported
         if part(module) and part(name) and place[part(name)] > place[part(module)]
     ]

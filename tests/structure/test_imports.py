@@ -1,5 +1,4 @@
-"""Who may name whom: three parts that do not know one another, wired by the programs; and no file reaches back to one that it
-is reached from."""
+"""Imports: models, data and megatron_lite do not import one another, and imports have no cycles."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ PROGRAMS = ("tools", "train", "eval")
 
 
 def modules() -> dict[str, Path]:
+    """Return every module of the project by its dotted name."""
     files = [path for part in (*PARTS, "tools") for path in (ROOT / part).rglob("*.py")]
     files += [ROOT / "train.py", ROOT / "eval.py"]
     return {
@@ -23,13 +23,13 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def named_by() -> dict[str, frozenset[str]]:
-    """Every module of the project and those that it imports anywhere in its code, but for types alone."""
+def imports() -> dict[str, frozenset[str]]:
+    """Return the project modules that every module imports anywhere in its code, without imports for types."""
     known = modules()
-    return {name: frozenset(_named(name, path, known) - {name}) for name, path in known.items()}
+    return {name: frozenset(_imported(name, path, known) - {name}) for name, path in known.items()}
 
 
-def _named(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+def _imported(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     tree = ast.parse(path.read_text())
     for_types = {
@@ -38,38 +38,38 @@ def _named(name: str, path: Path, known: dict[str, Path]) -> set[str]:
         if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
         for node in ast.walk(block)
     }
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(tree):
         if id(node) in for_types:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names}
-    return found & known.keys()
+            imported |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names}
+    return imported & known.keys()
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_the_parts_do_not_know_one_another(part):
+def test_packages_do_not_import_one_another(part):
     others = {other for other in (*PARTS, *PROGRAMS) if other != part}
     wrong = [
         f"{name} imports {other}"
-        for name, named in named_by().items()
+        for name, imported in imports().items()
         if name.partition(".")[0] == part
-        for other in sorted(named)
+        for other in sorted(imported)
         if other.partition(".")[0] in others
     ]
     assert not wrong
 
 
 def test_no_import_cycles():
-    graph = {name: set(named) for name, named in named_by().items()}
-    while free := [name for name, named in graph.items() if not named & graph.keys()]:
-        for name in free:
+    graph = dict(imports())
+    while leaves := [name for name, imported in graph.items() if not imported & graph.keys()]:
+        for name in leaves:
             del graph[name]
-    assert not graph, f"these files import one another, or import files that do: {sorted(graph)}"
+    assert not graph, f"modules in an import cycle, or that import one: {sorted(graph)}"
 
 
 def test_shipped_code_patches_nothing():
