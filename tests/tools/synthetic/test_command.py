@@ -285,7 +285,7 @@ def test_figures_show_the_cells(
     assert (series["gla"][0].get_xdata().tolist(), series["gla"][0].get_ydata().tolist()) == ([128], [5.0])
     paper = [(*line.get_xdata(), *line.get_ydata()) for line in axes.lines if line.get_marker() == "x"]
     assert paper == [(64, 28.5), (128, 90.4), (64, 0.0), (128, 0.0)]
-    assert [text.get_text() for text in axes.texts[-2:]] == ["gla", "metala"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["metala", "gla"]
     mad = load_experiment("mad", ["models=[metala,gla]"])
     cells = {
         ("compression", "metala", 128): Cell(41.0, None, None, True),
