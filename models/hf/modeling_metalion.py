@@ -18,6 +18,7 @@ from transformers.modeling_outputs import (
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
+from transformers.utils import can_return_tuple
 
 from ..language_model import LayerSpec
 from .configuration_metalion import MetalionConfig
@@ -37,6 +38,7 @@ class MetalionModel(MetalionPreTrainedModel):
         self.head = _norm_only(self._specs)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -45,25 +47,19 @@ class MetalionModel(MetalionPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    ) -> BaseModelOutputWithPast:
         """Return the last hidden states after the norm.
 
         input_ids: [batch, length] int, or inputs_embeds [batch, length, hidden_size]. Other arguments as in
         `MetalionForCausalLM.forward`.
         """
-        collect = _chosen(output_hidden_states, self.config.output_hidden_states)
-        hidden, _, cache, collected = self._run(
-            input_ids, attention_mask, inputs_embeds, past_key_values, self._caches(use_cache), collect
+        hidden, _, cache, states = self._run(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, past_key_values, use_cache
         )
-        hidden = self.head.norm(hidden)
-        output = BaseModelOutputWithPast(
-            last_hidden_state=hidden,
-            past_key_values=cache,
-            hidden_states=(*collected, hidden) if collect else None,
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.head.norm(hidden), past_key_values=cache, hidden_states=states
         )
-        return output if _chosen(return_dict, self.config.return_dict) else output.to_tuple()
 
 
 class _Predicting(MetalionPreTrainedModel):
@@ -78,6 +74,11 @@ class _Predicting(MetalionPreTrainedModel):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.post_init()
+
+    def _loss(self, logits: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor | None:
+        if labels is None:
+            return None
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head; its `weight` is [vocab_size, hidden_size]."""
@@ -96,6 +97,7 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
         if not self._causal:
             raise ValueError(f"mixers = {config.mixers} is bidirectional: load this model with AutoModelForMaskedLM")
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -105,10 +107,9 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Return logits [batch, length, vocab_size] and, with labels, the loss.
 
         input_ids: [batch, length] int, or inputs_embeds [batch, length, hidden_size].
@@ -117,21 +118,13 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
         shifted, -100 is ignored; `num_items_in_batch` among kwargs divides the summed loss. logits_to_keep: the number of
         last positions, 0 for all. hidden_states are the inputs of all blocks and the last hidden state after the norm.
         """
-        collect = _chosen(output_hidden_states, self.config.output_hidden_states)
-        hidden, _, cache, collected = self._run(
-            input_ids, attention_mask, inputs_embeds, past_key_values, self._caches(use_cache), collect
+        hidden, _, cache, states = self._run(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, past_key_values, use_cache
         )
-        if collect:
-            collected.append(self.head.norm(hidden))
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(hidden[:, positions])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=cache, hidden_states=tuple(collected) if collect else None
-        )
-        return output if _chosen(return_dict, self.config.return_dict) else output.to_tuple()
+        loss = self._loss(logits, labels, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
 
     def prepare_inputs_for_generation(
         self,
@@ -160,6 +153,7 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
 class MetalionForMaskedLM(_Predicting):
     """Compute the logits and the loss of a masked language model."""
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -167,24 +161,16 @@ class MetalionForMaskedLM(_Predicting):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> MaskedLMOutput | tuple[Any, ...]:
+    ) -> MaskedLMOutput:
         """Return logits [batch, length, vocab_size] of the same positions and, with labels, the loss.
 
         input_ids: [batch, length] int, or inputs_embeds. labels: [batch, length] int, the original token of each masked
         position, -100 elsewhere.
         """
-        collect = _chosen(output_hidden_states, self.config.output_hidden_states)
-        hidden, _, _, collected = self._run(input_ids, attention_mask, inputs_embeds, None, False, collect)
-        if collect:
-            collected.append(self.head.norm(hidden))
+        hidden, _, _, states = self._run(input_ids, attention_mask, inputs_embeds, output_hidden_states)
         logits = self.head(hidden)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=tuple(collected) if collect else None)
-        return output if _chosen(return_dict, self.config.return_dict) else output.to_tuple()
+        return MaskedLMOutput(loss=self._loss(logits, labels, **kwargs), logits=logits, hidden_states=states)
 
 
 class MetalionForSequenceClassification(MetalionPreTrainedModel):
@@ -205,6 +191,7 @@ class MetalionForSequenceClassification(MetalionPreTrainedModel):
         nn.init.normal_(score.weight, std=0.02)
         return score
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -212,26 +199,20 @@ class MetalionForSequenceClassification(MetalionPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
+    ) -> SequenceClassifierOutputWithPast:
         """Return logits [batch, num_labels] and, with labels, the loss.
 
         input_ids: [batch, length] int, or inputs_embeds. attention_mask: [batch, length], 1 for real tokens; None if all
         are real. labels: [batch] int, float for regression, or [batch, num_labels] for multi-label classification.
         """
-        collect = _chosen(output_hidden_states, self.config.output_hidden_states)
-        hidden, mask, _, collected = self._run(input_ids, attention_mask, inputs_embeds, None, False, collect)
-        hidden = self.head.norm(hidden)
-        how = self.config.classifier_pooling or ("last" if self._causal else "first")
-        logits = self.score(_pool(hidden, mask, how))
+        hidden, mask, _, states = self._run(input_ids, attention_mask, inputs_embeds, output_hidden_states)
+        pooling = self.config.classifier_pooling or ("last" if self._causal else "first")
+        logits = self.score(_pool(self.head.norm(hidden), mask, pooling))
         loss = None
         if labels is not None:
             loss = self.loss_function(pooled_logits=logits, labels=labels, config=self.config, **kwargs)
-        output = SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits, hidden_states=(*collected, hidden) if collect else None
-        )
-        return output if _chosen(return_dict, self.config.return_dict) else output.to_tuple()
+        return SequenceClassifierOutputWithPast(loss=loss, logits=logits, hidden_states=states)
 
 
 def _norm_only(specs: dict[str, LayerSpec]) -> nn.Module:
@@ -241,17 +222,13 @@ def _norm_only(specs: dict[str, LayerSpec]) -> nn.Module:
     return head
 
 
-def _pool(hidden: Tensor, mask: Tensor | None, how: str) -> Tensor:
+def _pool(hidden: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     """Return [batch, d] of hidden [batch, length, d]: the last or first real token, or the mean over the real ones."""
     if mask is None:
-        return {"last": hidden[:, -1], "first": hidden[:, 0]}[how] if how != "mean" else hidden.mean(1)
-    if how == "mean":
+        return hidden.mean(1) if pooling == "mean" else hidden[:, -1 if pooling == "last" else 0]
+    if pooling == "mean":
         weight = mask.unsqueeze(-1).to(hidden.dtype)
         return (hidden * weight).sum(1) / weight.sum(1).clamp_min(1)
     position = torch.arange(mask.shape[1], device=mask.device)
-    place = (mask * position).amax(1) if how == "last" else mask.int().argmax(1)
+    place = (mask * position).amax(1) if pooling == "last" else mask.int().argmax(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), place]
-
-
-def _chosen(value: bool | None, default: bool | None) -> bool:
-    return bool(default if value is None else value)

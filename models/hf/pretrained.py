@@ -46,7 +46,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Initialise what a checkpoint lacks, with the values that the layers draw when they are built."""
+        """Initialise the parameters that a checkpoint lacks, as the layers do when they are built."""
         for name, buffer in self.named_buffers():
             buffer.copy_(self._buffers_built[name])
         for name, spec in self._specs.items():
@@ -75,8 +75,8 @@ class MetalionPreTrainedModel(PreTrainedModel):
         Existing rows stay. New rows are their mean, or with mean_resizing False drawn as initial values. Generation never
         samples the rows that only round the number up. Raises ValueError for fewer than one row.
         """
-        before = self.config.vocab_size
-        tokens = before if new_num_tokens is None else new_num_tokens
+        previous = self.config.vocab_size
+        tokens = previous if new_num_tokens is None else new_num_tokens
         multiple = pad_to_multiple_of or 1
         rows = -(-tokens // multiple) * multiple
         if rows < 1:
@@ -93,7 +93,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         settings = getattr(self, "generation_config", None)
         if settings is not None:
             suppressed = set(settings.suppress_tokens or ())
-            end = before
+            end = previous
             while end - 1 in suppressed:  # these padded the embedding
                 end -= 1
                 suppressed.discard(end)
@@ -110,20 +110,22 @@ class MetalionPreTrainedModel(PreTrainedModel):
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         inputs_embeds: Tensor | None,
-        past_key_values: RecurrentCache | None,
-        use_cache: bool,
-        collect: bool,
-    ) -> tuple[Tensor, Tensor | None, RecurrentCache | None, list[Tensor]]:
+        output_hidden_states: bool | None,
+        past_key_values: RecurrentCache | None = None,
+        use_cache: bool | None = False,
+    ) -> tuple[Tensor, Tensor | None, RecurrentCache | None, tuple[Tensor, ...] | None]:
         """Run embedding and blocks.
 
-        Returns the hidden states before the last norm, the mask of these positions, the cache, and with `collect` the inputs
-        of all blocks.
+        Returns the hidden states before the last norm, the mask of these positions, the cache, and with
+        output_hidden_states the inputs of all blocks and the hidden states after the norm.
         """
+        collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        use_cache = self._uses_cache(use_cache)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds are both given or both missing: give exactly one of them")
         inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
         mask = input_mask = _mask_of(attention_mask, inputs.shape[1])
-        order = _together(mask)
+        order = _real_tokens_first(mask)
         if mask is not None and order is not None:
             rows = torch.arange(len(order), device=order.device)[:, None]
             mask = mask[rows, order]
@@ -139,11 +141,11 @@ class MetalionPreTrainedModel(PreTrainedModel):
             )
         if use_cache and cache is None:
             cache = RecurrentCache()
-        before = cache.states if cache is not None and cache.states else [None] * (len(self.blocks) + 1)
-        hidden, new_state = self._embed(input_ids, inputs_embeds, mask, before[0], use_cache)
+        states = cache.states if cache is not None and cache.states else [None] * (len(self.blocks) + 1)
+        hidden, new_state = self._embed(input_ids, inputs_embeds, mask, states[0], use_cache)
         new_states, collected = [new_state], []
         recompute = self.gradient_checkpointing and self.training
-        for block, state in zip(self.blocks, before[1:], strict=True):
+        for block, state in zip(self.blocks, states[1:], strict=True):
             if collect:
                 collected.append(hidden)
             if use_cache:
@@ -159,7 +161,8 @@ class MetalionPreTrainedModel(PreTrainedModel):
         if order is not None:
             back = order.argsort(1)
             hidden, *collected = (x[rows.to(x.device), back.to(x.device)] for x in (hidden, *collected))
-        return hidden, input_mask, cache if use_cache else None, collected
+        hidden_states = (*collected, self.head.norm(hidden)) if collect else None
+        return hidden, input_mask, cache if use_cache else None, hidden_states
 
     def _embed(
         self,
@@ -179,7 +182,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         vectors, end = self.embedding.positions(inputs_embeds, mask, None, (state or {}).get("position"))
         return inputs_embeds + vectors, {"position": end}
 
-    def _caches(self, use_cache: bool | None) -> bool:
+    def _uses_cache(self, use_cache: bool | None) -> bool:
         """Return whether the forward pass returns states: by default not in training; never if the model is bidirectional."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -197,7 +200,7 @@ def _resized(old: Tensor, rows: int, std: float | None) -> nn.Parameter:
     return nn.Parameter(new, requires_grad=old.requires_grad)
 
 
-def _together(mask: Tensor | None) -> Tensor | None:
+def _real_tokens_first(mask: Tensor | None) -> Tensor | None:
     """Return an order [batch, length] with the real positions of each row first, then its padding.
 
     Return None if no padding is between real tokens, where a convolution would read it.
