@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .options import describe_type, fits_type, nearest_names, require_divisor
-
-InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init"]
+from .options import describe_type, fits_type, nearest_names, option, require_divisor
 
 
 @dataclass(frozen=True)
@@ -29,73 +27,53 @@ class ModelConfig:
     num_layers: int = field(metadata={"doc": "Number of residual blocks."})
     hidden_size: int = field(metadata={"doc": "Width of the residual stream, d."})
     num_heads: int = field(metadata={"doc": "Number of heads in every mixer."})
-    mixers: tuple[str, ...] = field(
-        default=("metala",),
-        metadata={
-            "doc": "Token mixers, a pattern that repeats over the layers. One name: the same mixer in every layer."
-        },
+    mixers: tuple[str, ...] = option(
+        ("metala",), "Token mixers, a pattern that repeats over the layers. One name: the same mixer in every layer."
     )
     mixer_options: dict[str, dict[str, Any]] = field(
         default_factory=dict, metadata={"doc": "Mixer name -> options of that mixer."}
     )
-    mlp: Literal["swiglu", "gelu", "geglu", "reglu", "glu", "bilinear"] = field(
-        default="swiglu",
-        metadata={
-            "doc": "MLP of every block. gelu has no gate. The others have a gate with the activation SiLU (swiglu), GELU "
-            "(geglu), ReLU (reglu), sigmoid (glu) or none (bilinear)."
-        },
+    mlp: Literal["swiglu", "gelu", "geglu", "reglu", "glu", "bilinear"] = option(
+        "swiglu",
+        "MLP of every block. gelu has no gate. The others have a gate with the activation SiLU (swiglu), GELU "
+        "(geglu), ReLU (reglu), sigmoid (glu) or none (bilinear).",
     )
-    intermediate_size: int | None = field(
-        default=None,
-        metadata={"doc": "Width of the MLP. null: 256 * ceil(8 d / 3 / 256) with a gate, 4 d for gelu."},
+    intermediate_size: int | None = option(
+        None, "Width of the MLP. null: 256 * ceil(8 d / 3 / 256) with a gate, 4 d for gelu."
     )
-    mlp_bias: bool = field(default=False, metadata={"doc": "Biases in the projections of the MLP."})
-    norm: Literal["layernorm", "rmsnorm"] = field(
-        default="layernorm", metadata={"doc": "Norm before every mixer and MLP and before the output projection."}
+    mlp_bias: bool = option(False, "Biases in the projections of the MLP.")
+    norm: Literal["layernorm", "rmsnorm"] = option(
+        "layernorm", "Norm before every mixer and MLP and before the output projection."
     )
-    norm_eps: float = field(
-        default=1e-5, metadata={"doc": "Epsilon, added to the variance (or mean square) in the norms."}
+    norm_eps: float = option(1e-5, "Epsilon, added to the variance (or mean square) in the norms.")
+    norm_affine: bool = option(True, "Learned gain (and offset, for layernorm) in the norms.")
+    tie_embeddings: bool = option(True, "true: embedding and output projection share one matrix.")
+    head: Literal["linear", "mlm"] = option(
+        "linear",
+        "Layers between the blocks and the output projection. linear: one norm. mlm: a norm, then BERT's dense "
+        "layer, GELU and norm, and one output bias per token of the vocabulary.",
     )
-    norm_affine: bool = field(default=True, metadata={"doc": "Learned gain (and offset, for layernorm) in the norms."})
-    tie_embeddings: bool = field(
-        default=True, metadata={"doc": "true: embedding and output projection share one matrix."}
+    embedding_scale: float = option(
+        1.0, "Factor on the token embedding, not on the output projection. The released MetaLA models have sqrt(d)."
     )
-    head: Literal["linear", "mlm"] = field(
-        default="linear",
-        metadata={
-            "doc": "Layers between the blocks and the output projection. linear: one norm. mlm: a norm, then BERT's dense "
-            "layer, GELU and norm, and one output bias per token of the vocabulary."
-        },
+    positions: Literal["none", "learned"] = option(
+        "none",
+        "learned: add one learned vector per position to the embedding, as BERT and LION-lit. none: only the "
+        "mixers depend on positions.",
     )
-    embedding_scale: float = field(
-        default=1.0,
-        metadata={
-            "doc": "Factor on the token embedding, not on the output projection. The released MetaLA models have sqrt(d)."
-        },
+    max_positions: int | None = option(
+        None, "Longest sequence, in tokens, for positions: learned; null for positions: none."
     )
-    positions: Literal["none", "learned"] = field(
-        default="none",
-        metadata={
-            "doc": "learned: add one learned vector per position to the embedding, as BERT and LION-lit. none: only the "
-            "mixers depend on positions."
-        },
+    parallel_residual: bool = option(
+        False, "true: y = x + mixer(norm1(x)) + mlp(norm2(x)), as in GPT-NeoX. false: MLP after mixer."
     )
-    max_positions: int | None = field(
-        default=None, metadata={"doc": "Longest sequence, in tokens, for positions: learned; null for positions: none."}
+    init_method: Literal["normal", "scaled_normal", "small_init", "wang_init"] = option(
+        "small_init", "Initialisation of all matrices except those of output_init_method."
     )
-    parallel_residual: bool = field(
-        default=False,
-        metadata={"doc": "true: y = x + mixer(norm1(x)) + mlp(norm2(x)), as in GPT-NeoX. false: MLP after mixer."},
+    output_init_method: Literal["normal", "scaled_normal", "small_init", "wang_init"] = option(
+        "wang_init", "Initialisation of the matrices that write into the residual stream."
     )
-    init_method: InitMethod = field(
-        default="small_init", metadata={"doc": "Initialisation of all matrices except those of output_init_method."}
-    )
-    output_init_method: InitMethod = field(
-        default="wang_init", metadata={"doc": "Initialisation of the matrices that write into the residual stream."}
-    )
-    init_std: float = field(
-        default=0.02, metadata={"doc": "Standard deviation of `normal`; `scaled_normal` divides it by sqrt(2 layers)."}
-    )
+    init_std: float = option(0.02, "Standard deviation of `normal`; `scaled_normal` divides it by sqrt(2 layers).")
 
     def __post_init__(self) -> None:
         for key, kind in typing.get_type_hints(ModelConfig).items():

@@ -9,11 +9,17 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Iterable, Mapping
+from dataclasses import field
 from typing import Any, Literal, Protocol
 
 # Descriptions of options that several mixers have.
 HEAD_NORM = "Norm per head before the gate, without gain; flash-linear-attention's models have rmsnorm."
 HEAD_NORM_EPS = "Added to the variance (or mean square) in that norm."
+
+
+def option(default: Any, doc: str) -> Any:
+    """Return a dataclass field of a configuration with its default and its description."""
+    return field(default=default, metadata={"doc": doc})
 
 
 class ModelShape(Protocol):

@@ -1,7 +1,7 @@
 """The registry of token mixers: a new mixer is one file in this folder and one line in MIXERS.
 
 A mixer is an `nn.Module` with
-  Options                       frozen dataclass of its settings; each field has metadata {"doc": ...}
+  Options                       frozen dataclass of its settings; each field is a `models.options.option`
   __init__(config, layer_index, options)                 config: a `models.options.ModelShape`
   forward(x, mask, cu_seqlens, state, return_state)      as in `models.block.Block.forward`
   flops_per_token(length)       forward FLOPs per token, two per multiply-add

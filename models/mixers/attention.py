@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,24 +13,18 @@ from torch import Tensor, nn
 from ..backend import replaceable
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..operators.varlen import check_packed
-from ..options import ModelShape, require_at_least, require_divisor
+from ..options import ModelShape, option, require_at_least, require_divisor
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
     """Hold the settings of the attention mixer."""
 
-    num_kv_heads: int | None = field(
-        default=None, metadata={"doc": "Heads of keys and values; null: as many as queries (model.num_heads)."}
-    )
-    rotary_pct: float = field(
-        default=1.0, metadata={"doc": "Fraction of each head's channels with rotary positions; 0: no positions."}
-    )
-    rotary_base: float = field(default=10000.0, metadata={"doc": "Base of the rotary wavelengths."})
-    bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
-    causal: bool = field(
-        default=True, metadata={"doc": "true: a token attends to itself and earlier tokens only. false: to all."}
-    )
+    num_kv_heads: int | None = option(None, "Heads of keys and values; null: as many as queries (model.num_heads).")
+    rotary_pct: float = option(1.0, "Fraction of each head's channels with rotary positions; 0: no positions.")
+    rotary_base: float = option(10000.0, "Base of the rotary wavelengths.")
+    bias: bool = option(False, "Biases in the four projections.")
+    causal: bool = option(True, "true: a token attends to itself and earlier tokens only. false: to all.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.rotary_pct <= 1:

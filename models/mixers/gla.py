@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
-from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, check_key_dim, require_at_least, require_positive
+from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, check_key_dim, option, require_at_least, require_positive
 from ..precision import to_accumulation_dtype
 
 
@@ -21,19 +21,13 @@ from ..precision import to_accumulation_dtype
 class GLAOptions:
     """Hold the settings of the GLA mixer."""
 
-    low_rank: int = field(default=16, metadata={"doc": "Rank of the decay projection W_2 W_1."})
-    temperature: float = field(default=16.0, metadata={"doc": "The decay is sigmoid(a)^(1 / temperature)."})
-    norm: Literal["layernorm", "rmsnorm"] = field(default="layernorm", metadata={"doc": HEAD_NORM})
-    norm_eps: float = field(default=1e-5, metadata={"doc": HEAD_NORM_EPS})
-    expand_k: float = field(
-        default=0.5,
-        metadata={"doc": "key_dim / hidden_size: the width of q, k and the decay over all heads. 1 for MQAR."},
-    )
-    conv_kernel: int = field(
-        default=0,
-        metadata={
-            "doc": "Kernel size, in tokens, of a causal convolution with SiLU on the layer's input; 0: none. 2 for MQAR."
-        },
+    low_rank: int = option(16, "Rank of the decay projection W_2 W_1.")
+    temperature: float = option(16.0, "The decay is sigmoid(a)^(1 / temperature).")
+    norm: Literal["layernorm", "rmsnorm"] = option("layernorm", HEAD_NORM)
+    norm_eps: float = option(1e-5, HEAD_NORM_EPS)
+    expand_k: float = option(0.5, "key_dim / hidden_size: the width of q, k and the decay over all heads. 1 for MQAR.")
+    conv_kernel: int = option(
+        0, "Kernel size, in tokens, of a causal convolution with SiLU on the layer's input; 0: none. 2 for MQAR."
     )
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 from typing import ClassVar, Literal
 
@@ -14,7 +14,7 @@ from ..layers.gated_norm import gated_head_norm
 from ..layers.projections import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
-from ..options import ModelShape
+from ..options import ModelShape, option
 from ..precision import to_accumulation_dtype
 
 
@@ -22,17 +22,14 @@ from ..precision import to_accumulation_dtype
 class HGRNOptions:
     """Hold the settings of the HGRN mixer."""
 
-    input_gate: Literal["tied", "free"] = field(
-        default="tied",
-        metadata={"doc": "tied: 1 - forget gate, as HGRN. free: sigmoid(W_i x), an independent gate, as GLRU."},
+    input_gate: Literal["tied", "free"] = option(
+        "tied", "tied: 1 - forget gate, as HGRN. free: sigmoid(W_i x), an independent gate, as GLRU."
     )
-    rotation: bool = field(
-        default=False,
-        metadata={
-            "doc": "true: complex state, rotated by one learned angle per channel at every token, as in the HGRN paper; the "
-            "candidate, gate and output projections are twice as wide. false: real state, as the MetaLA paper compares; it "
-            "has a CUDA kernel."
-        },
+    rotation: bool = option(
+        False,
+        "true: complex state, rotated by one learned angle per channel at every token, as in the HGRN paper; the "
+        "candidate, gate and output projections are twice as wide. false: real state, as the MetaLA paper compares; it "
+        "has a CUDA kernel.",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 from typing import ClassVar, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..layers.projections import linear
 from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
-from ..options import ModelShape, require_positive
+from ..options import ModelShape, option, require_positive
 from ..precision import to_accumulation_dtype
 
 
@@ -21,25 +21,20 @@ from ..precision import to_accumulation_dtype
 class HGRN2Options:
     """Hold the settings of the HGRN2 mixer."""
 
-    learned_lower_bound: bool = field(
-        default=True,
-        metadata={"doc": "true: the lower bound of the forget gate is learned. false: it is layer / layers."},
+    learned_lower_bound: bool = option(
+        True, "true: the lower bound of the forget gate is learned. false: it is layer / layers."
     )
-    lower_bound_range: Literal["layer", "free"] = field(
-        default="layer",
-        metadata={
-            "doc": "Range of a learned lower bound. layer: within 0.5 / layers of layer / layers. free: from 0 to 1, as in "
-            "the paper; imported models need it."
-        },
+    lower_bound_range: Literal["layer", "free"] = option(
+        "layer",
+        "Range of a learned lower bound. layer: within 0.5 / layers of layer / layers. free: from 0 to 1, as in "
+        "the paper; imported models need it.",
     )
-    norm_over: Literal["head", "all"] = field(
-        default="head",
-        metadata={
-            "doc": "Channels that the norm before the output projection averages: those of one head, or all, as in "
-            "flash-linear-attention's models. Tensor parallelism needs head."
-        },
+    norm_over: Literal["head", "all"] = option(
+        "head",
+        "Channels that the norm before the output projection averages: those of one head, or all, as in "
+        "flash-linear-attention's models. Tensor parallelism needs head.",
     )
-    norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the mean square in that norm."})
+    norm_eps: float = option(1e-5, "Added to the mean square in that norm.")
 
     def __post_init__(self) -> None:
         require_positive("hgrn2", self, "norm_eps")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
-from ..options import ModelShape, require_at_least
+from ..options import ModelShape, option, require_at_least
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 
 
@@ -20,20 +20,15 @@ from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 class LinearAttentionOptions:
     """Hold the settings of the linear attention mixer."""
 
-    bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
-    feature_map: Literal["elu", "taylor"] = field(
-        default="elu",
-        metadata={
-            "doc": "elu: elu(x) + 1. taylor: 1 + x + x^2 / 2 for x = q k / sqrt(feature_dim), the Taylor polynomial of the "
-            "exponential, as Based; q and k then have feature_dim channels per head."
-        },
+    bias: bool = option(False, "Biases in the four projections.")
+    feature_map: Literal["elu", "taylor"] = option(
+        "elu",
+        "elu: elu(x) + 1. taylor: 1 + x + x^2 / 2 for x = q k / sqrt(feature_dim), the Taylor polynomial of the "
+        "exponential, as Based; q and k then have feature_dim channels per head.",
     )
-    feature_dim: int = field(
-        default=16, metadata={"doc": "Channels of q and k per head before the feature map taylor."}
-    )
-    conv_kernel: int = field(
-        default=0,
-        metadata={"doc": "Kernel size, in tokens, of a causal convolution with SiLU on the layer's input; 0: none."},
+    feature_dim: int = option(16, "Channels of q and k per head before the feature map taylor.")
+    conv_kernel: int = option(
+        0, "Kernel size, in tokens, of a causal convolution with SiLU on the layer's input; 0: none."
     )
 
     def __post_init__(self) -> None:

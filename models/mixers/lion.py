@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import expm1, log
 from typing import ClassVar, Literal
 
@@ -17,7 +17,7 @@ from ..operators.gla.normalized import linear_attention_with_normalizer, short_a
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
 from ..operators.lion.feature_map import feature_map
 from ..operators.varlen import without_padding
-from ..options import ModelShape, require_positive
+from ..options import ModelShape, option, require_positive
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 
 
@@ -25,59 +25,42 @@ from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 class LionOptions:
     """Hold the settings of the LION mixer."""
 
-    variant: Literal["lit", "d", "s", "lstm", "grfa"] = field(
-        default="s",
-        metadata={
-            "doc": "Decay. lit: none. d: one learned scalar per head. s: one per head and token. lstm: s with an input gate "
-            "on the key, and outputs divided by max(|normalizer|, 1). grfa: s with the key times 1 - decay."
-        },
+    variant: Literal["lit", "d", "s", "lstm", "grfa"] = option(
+        "s",
+        "Decay. lit: none. d: one learned scalar per head. s: one per head and token. lstm: s with an input gate "
+        "on the key, and outputs divided by max(|normalizer|, 1). grfa: s with the key times 1 - decay.",
     )
-    causal: bool = field(
-        default=True,
-        metadata={"doc": "true: a token sees itself and earlier tokens only. false: all tokens, for masked models."},
+    causal: bool = option(
+        True, "true: a token sees itself and earlier tokens only. false: all tokens, for masked models."
     )
-    phi: Literal["silu", "silu_paper", "elu", "none"] = field(
-        default="silu",
-        metadata={
-            "doc": "Feature map of queries and keys. silu: (SiLU(x) + 0.5) / norm, positive. silu_paper: SiLU(x + 0.5) / "
-            "norm as printed in the paper, not always positive. elu: elu(x) + 1. none: keys / sqrt(head_dim), for lstm or "
-            "scaled: false."
-        },
+    phi: Literal["silu", "silu_paper", "elu", "none"] = option(
+        "silu",
+        "Feature map of queries and keys. silu: (SiLU(x) + 0.5) / norm, positive. silu_paper: SiLU(x + 0.5) / "
+        "norm as printed in the paper, not always positive. elu: elu(x) + 1. none: keys / sqrt(head_dim), for lstm or "
+        "scaled: false.",
     )
-    decay_init: Literal["half", "retnet", "half_life"] = field(
-        default="retnet",
-        metadata={
-            "doc": "Initial decay. half: 1/2. retnet: 1 - 2^(-5-h) for head h. half_life: 2^(-1 / half_life). lit does not "
-            "use it."
-        },
+    decay_init: Literal["half", "retnet", "half_life"] = option(
+        "retnet",
+        "Initial decay. half: 1/2. retnet: 1 - 2^(-5-h) for head h. half_life: 2^(-1 / half_life). lit does not "
+        "use it.",
     )
-    half_life: float = field(
-        default=64.0,
-        metadata={"doc": "Tokens after which the initial decay halves a weight, for decay_init: half_life."},
+    half_life: float = option(64.0, "Tokens over which the initial decay is 1/2, for decay_init: half_life.")
+    scaled: bool = option(
+        True, "true: divide each output by its normalizer, the row sum of the decayed attention matrix."
     )
-    scaled: bool = field(
-        default=True,
-        metadata={"doc": "true: divide each output by its normalizer, the row sum of the decayed attention matrix."},
+    mask_convention: Literal["eq17", "shifted"] = option(
+        "eq17",
+        "eq17: the symmetric mask. shifted: the forward decay is one token later, for comparisons; it needs "
+        "causal: false.",
     )
-    mask_convention: Literal["eq17", "shifted"] = field(
-        default="eq17",
-        metadata={
-            "doc": "eq17: the symmetric mask. shifted: the forward decay is one token later, for comparisons; it needs "
-            "causal: false."
-        },
+    form: Literal["auto", "parallel", "recurrent", "chunked"] = option(
+        "auto",
+        "Algorithm for both directions; all give the same result. auto: the fastest for the device. parallel: "
+        "quadratic in length. recurrent: token by token with a constant state. chunked: linear in length. causal: true "
+        "allows auto only.",
     )
-    form: Literal["auto", "parallel", "recurrent", "chunked"] = field(
-        default="auto",
-        metadata={
-            "doc": "Algorithm for both directions; all give the same result. auto: the fastest for the device. parallel: "
-            "quadratic in length. recurrent: token by token with a constant state. chunked: linear in length. causal: true "
-            "allows auto only."
-        },
-    )
-    output_norm: bool | None = field(
-        default=None, metadata={"doc": "LayerNorm after the mixer; null: for lit only, as in the paper."}
-    )
-    bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
+    output_norm: bool | None = option(None, "LayerNorm after the mixer; null: for lit only, as in the paper.")
+    bias: bool = option(False, "Biases in the four projections.")
 
     def __post_init__(self) -> None:
         require_positive("lion", self, "half_life")

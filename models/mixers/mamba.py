@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..layers.projections import init_std, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.selective_scan import selective_scan
-from ..options import ModelShape, require_at_least, require_divisor
+from ..options import ModelShape, option, require_at_least, require_divisor
 from ..precision import to_accumulation_dtype
 
 
@@ -21,18 +21,14 @@ from ..precision import to_accumulation_dtype
 class MambaOptions:
     """Hold the settings of the Mamba mixer."""
 
-    expand: int = field(default=2, metadata={"doc": "Channels of the state space are expand * hidden_size."})
-    state_size: int = field(default=16, metadata={"doc": "States per channel, N."})
-    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolution, in tokens."})
-    dt_rank: int | None = field(
-        default=None, metadata={"doc": "Rank of the projection to dt, over all groups; null: ceil(hidden_size / 16)."}
-    )
-    groups: int = field(
-        default=1,
-        metadata={
-            "doc": "Channel groups. Each group computes dt, B and C from its own channels. 1: all channels together, as in "
-            "the paper. Tensor parallelism needs a multiple of its degree."
-        },
+    expand: int = option(2, "Channels of the state space are expand * hidden_size.")
+    state_size: int = option(16, "States per channel, N.")
+    conv_kernel: int = option(4, "Kernel size of the convolution, in tokens.")
+    dt_rank: int | None = option(None, "Rank of the projection to dt, over all groups; null: ceil(hidden_size / 16).")
+    groups: int = option(
+        1,
+        "Channel groups. Each group computes dt, B and C from its own channels. 1: all channels together, as in "
+        "the paper. Tensor parallelism needs a multiple of its degree.",
     )
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.gla.normalized import short_attention
-from ..options import ModelShape, require_at_least, require_divisor
+from ..options import ModelShape, option, require_at_least, require_divisor
 from ..precision import to_accumulation_dtype
 
 
@@ -23,9 +23,9 @@ from ..precision import to_accumulation_dtype
 class Mamba2Options:
     """Hold the settings of the Mamba-2 mixer."""
 
-    expand: int = field(default=2, metadata={"doc": "Channels of the state space are expand * hidden_size."})
-    state_size: int = field(default=128, metadata={"doc": "Channels of B and C, N. All heads share B and C."})
-    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolutions, in tokens."})
+    expand: int = option(2, "Channels of the state space are expand * hidden_size.")
+    state_size: int = option(128, "Channels of B and C, N. All heads share B and C.")
+    conv_kernel: int = option(4, "Kernel size of the convolutions, in tokens.")
 
     def __post_init__(self) -> None:
         require_at_least("mamba2", self, 1, "expand", "state_size", "conv_kernel")

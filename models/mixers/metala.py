@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -11,43 +11,30 @@ from torch import Tensor, nn
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.metala import metala
-from ..options import ModelShape, check_key_dim, require_at_least, require_positive
+from ..options import ModelShape, check_key_dim, option, require_at_least, require_positive
 
 
 @dataclass(frozen=True)
 class MetaLAOptions:
     """Hold the settings of the MetaLA mixer."""
 
-    preset: Literal["released", "paper"] = field(
-        default="released",
-        metadata={
-            "doc": "released: scale 1/sqrt(head_dim_k) and SiLU after the convolution, as in the released models. "
-            "paper: scale 1 and no activation after the convolution, as in the paper's equations."
-        },
+    preset: Literal["released", "paper"] = option(
+        "released",
+        "released: scale 1/sqrt(head_dim_k) and SiLU after the convolution, as in the released models. "
+        "paper: scale 1 and no activation after the convolution, as in the paper's equations.",
     )
-    self_augmentation: bool = field(
-        default=True,
-        metadata={
-            "doc": "Self-augmentation: an extra term for the token itself, Eq. 22. false: an ablation of Table 8."
-        },
+    self_augmentation: bool = option(
+        True, "Self-augmentation: an extra term for the token itself, Eq. 22. false: an ablation of Table 8."
     )
-    convolution: bool = field(
-        default=True, metadata={"doc": "Causal convolution on the input. false: an ablation of Table 8."}
+    convolution: bool = option(True, "Causal convolution on the input. false: an ablation of Table 8.")
+    conv_kernel: int = option(4, "Kernel size of the convolution, in tokens; 2 for MQAR.")
+    key_projection: bool = option(False, "true: k = W_K x, an ablation of Table 8. false: k = 1 - alpha.")
+    dynamic_decay: bool = option(
+        True,
+        "true: alpha depends on the token. false: one learned alpha per channel, an ablation; it needs "
+        "key_projection: true.",
     )
-    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolution, in tokens; 2 for MQAR."})
-    key_projection: bool = field(
-        default=False, metadata={"doc": "true: k = W_K x, an ablation of Table 8. false: k = 1 - alpha."}
-    )
-    dynamic_decay: bool = field(
-        default=True,
-        metadata={
-            "doc": "true: alpha depends on the token. false: one learned alpha per channel, an ablation; it needs "
-            "key_projection: true."
-        },
-    )
-    expand_k: float = field(
-        default=0.5, metadata={"doc": "key_dim / hidden_size: the width of q, k and alpha over all heads. 1 for MQAR."}
-    )
+    expand_k: float = option(0.5, "key_dim / hidden_size: the width of q, k and alpha over all heads. 1 for MQAR.")
 
     def __post_init__(self) -> None:
         require_at_least("metala", self, 1, "conv_kernel")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -17,7 +17,7 @@ from ..operators.gla.select_kernel import GLAArguments
 from ..operators.lion.context_parallel import from_other_ranks
 from ..operators.metala import metala_epilogue
 from ..operators.varlen import without_padding
-from ..options import ModelShape, require_at_least
+from ..options import ModelShape, option, require_at_least
 from ..precision import to_accumulation_dtype
 from .metala import MetaLA
 
@@ -26,17 +26,13 @@ from .metala import MetaLA
 class MetaLABidirectionalOptions:
     """Hold the settings of the bidirectional MetaLA mixer."""
 
-    preset: Literal["released", "paper"] = field(
-        default="released",
-        metadata={
-            "doc": "released: scale 1/sqrt(head_dim_k) and SiLU after the convolution. paper: scale 1 and no activation."
-        },
+    preset: Literal["released", "paper"] = option(
+        "released",
+        "released: scale 1/sqrt(head_dim_k) and SiLU after the convolution. paper: scale 1 and no activation.",
     )
-    self_augmentation: bool = field(
-        default=True, metadata={"doc": "Self-augmentation: an extra term for the token itself, Eq. 22."}
-    )
-    convolution: bool = field(default=True, metadata={"doc": "Convolution on the input, causal as in metala."})
-    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolution, in tokens."})
+    self_augmentation: bool = option(True, "Self-augmentation: an extra term for the token itself, Eq. 22.")
+    convolution: bool = option(True, "Convolution on the input, causal as in metala.")
+    conv_kernel: int = option(4, "Kernel size of the convolution, in tokens.")
 
     def __post_init__(self) -> None:
         require_at_least("metala_bidirectional", self, 1, "conv_kernel")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 from typing import ClassVar, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..layers.projections import linear
 from ..operators.gla.gated_linear_attention import gated_linear_attention
-from ..options import ModelShape
+from ..options import ModelShape, option
 from ..precision import to_accumulation_dtype
 
 # 1 / eta with eta at least 1e-6, because a quotient by 0 would overflow.
@@ -28,8 +28,8 @@ _INVERSE: dict[str, Callable[[Tensor], Tensor]] = {
 class NormalisedAttentionOptions:
     """Hold the settings of the normalised attention mixer."""
 
-    normaliser: Literal["exp", "softplus", "sigmoid"] = field(
-        default="exp", metadata={"doc": "Function eta of a learned projection of the token; outputs are divided by it."}
+    normaliser: Literal["exp", "softplus", "sigmoid"] = option(
+        "exp", "Function eta of a learned projection of the token; outputs are divided by it."
     )
 
 

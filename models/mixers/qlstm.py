@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layers.projections import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
-from ..options import ModelShape
+from ..options import ModelShape, option
 from ..precision import to_accumulation_dtype
 
 
@@ -20,12 +20,10 @@ from ..precision import to_accumulation_dtype
 class QLSTMOptions:
     """Hold the settings of the qLSTM mixer."""
 
-    forget_gate: Literal["sigmoid", "reversed"] = field(
-        default="sigmoid",
-        metadata={
-            "doc": "sigmoid: sigmoid(W_f x), as in an LSTM. reversed: (1 + exp(W_f x))^-a with one learned a > 0 per "
-            "channel, the decay exp(-a softplus(W_f x)) of Mamba."
-        },
+    forget_gate: Literal["sigmoid", "reversed"] = option(
+        "sigmoid",
+        "sigmoid: sigmoid(W_f x), as in an LSTM. reversed: (1 + exp(W_f x))^-a with one learned a > 0 per "
+        "channel, the decay exp(-a softplus(W_f x)) of Mamba.",
     )
 
 

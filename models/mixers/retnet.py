@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -13,7 +13,7 @@ from ..layers.gated_norm import gated_head_norm
 from ..layers.projections import head_indices, linear
 from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
-from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, require_at_least, require_divisor, require_positive
+from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, option, require_at_least, require_divisor, require_positive
 from ..precision import to_accumulation_dtype
 
 
@@ -21,12 +21,10 @@ from ..precision import to_accumulation_dtype
 class RetNetOptions:
     """Hold the settings of the RetNet mixer."""
 
-    expand_v: int = field(
-        default=2, metadata={"doc": "value_dim / hidden_size: the width of values and gate. The paper has 2."}
-    )
-    rotary_base: float = field(default=10000.0, metadata={"doc": "Base of the rotary wavelengths."})
-    norm: Literal["layernorm", "rmsnorm"] = field(default="layernorm", metadata={"doc": HEAD_NORM})
-    norm_eps: float = field(default=1e-5, metadata={"doc": HEAD_NORM_EPS})
+    expand_v: int = option(2, "value_dim / hidden_size: the width of values and gate. The paper has 2.")
+    rotary_base: float = option(10000.0, "Base of the rotary wavelengths.")
+    norm: Literal["layernorm", "rmsnorm"] = option("layernorm", HEAD_NORM)
+    norm_eps: float = option(1e-5, HEAD_NORM_EPS)
 
     def __post_init__(self) -> None:
         require_at_least("retnet", self, 1, "expand_v")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
-from ..options import ModelShape, require_at_least, require_divisor, require_positive
+from ..options import ModelShape, option, require_at_least, require_divisor, require_positive
 from ..precision import to_accumulation_dtype
 
 
@@ -21,11 +21,9 @@ from ..precision import to_accumulation_dtype
 class RGLRUOptions:
     """Hold the settings of the RG-LRU mixer."""
 
-    width: int | None = field(
-        default=None, metadata={"doc": "Channels of the recurrence; null: model.hidden_size. Griffin: 4 d / 3."}
-    )
-    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolution, in tokens."})
-    exponent: float = field(default=8.0, metadata={"doc": "Factor c in the decay a_t = exp(-c softplus(Lambda) r_t)."})
+    width: int | None = option(None, "Channels of the recurrence; null: model.hidden_size. Griffin: 4 d / 3.")
+    conv_kernel: int = option(4, "Kernel size of the convolution, in tokens.")
+    exponent: float = option(8.0, "Factor c in the decay a_t = exp(-c softplus(Lambda) r_t).")
 
     def __post_init__(self) -> None:
         require_at_least("rg_lru", self, 1, "width", "conv_kernel")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import pi
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layers.projections import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
-from ..options import ModelShape, require_at_least, require_divisor, require_positive
+from ..options import ModelShape, option, require_at_least, require_divisor, require_positive
 from ..precision import to_accumulation_dtype
 
 
@@ -20,12 +20,11 @@ from ..precision import to_accumulation_dtype
 class S5Options:
     """Hold the settings of the S5 mixer."""
 
-    state_size: int | None = field(default=None, metadata={"doc": "Number of complex states; null: model.hidden_size."})
-    min_radius: float = field(default=0.9, metadata={"doc": "Smallest initial |lambda|."})
-    max_radius: float = field(default=0.999, metadata={"doc": "Largest initial |lambda|."})
-    max_phase: float = field(
-        default=2 * pi,
-        metadata={"doc": "Largest initial angle of lambda, in radians per token; pi / 10 for long sequences."},
+    state_size: int | None = option(None, "Number of complex states; null: model.hidden_size.")
+    min_radius: float = option(0.9, "Smallest initial |lambda|.")
+    max_radius: float = option(0.999, "Largest initial |lambda|.")
+    max_phase: float = option(
+        2 * pi, "Largest initial angle of lambda, in radians per token; pi / 10 for long sequences."
     )
 
     def __post_init__(self) -> None:

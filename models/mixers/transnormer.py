@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -13,7 +13,7 @@ from ..layers.embedding import token_positions
 from ..layers.projections import head_indices, linear
 from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
-from ..options import ModelShape
+from ..options import ModelShape, option
 from ..precision import to_accumulation_dtype
 
 
@@ -21,13 +21,10 @@ from ..precision import to_accumulation_dtype
 class TransNormerOptions:
     """Hold the settings of the TransNormer mixer."""
 
-    phase: Literal["all", "first", "none"] = field(
-        default="all",
-        metadata={
-            "doc": "Layers with the phase cos(theta (s - t)): all, the first only (faster, as in the paper), or none."
-        },
+    phase: Literal["all", "first", "none"] = option(
+        "all", "Layers with the phase cos(theta (s - t)): all, the first only (faster, as in the paper), or none."
     )
-    phase_base: float = field(default=10000.0, metadata={"doc": "Base of the initial theta, as in rotary positions."})
+    phase_base: float = option(10000.0, "Base of the initial theta, as in rotary positions.")
 
 
 class TransNormer(nn.Module):
