@@ -38,7 +38,7 @@ def _verify(options: argparse.Namespace) -> int:
     for place in places:
         try:
             count = check(place)
-            print(f"{place}: {count} files are as they were written" if count else f"{place} stores no hashes")
+            print(f"{place}: {count} files match their hashes" if count else f"{place} has no hashes")
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             status = FAILED
@@ -70,7 +70,7 @@ def _import(options: argparse.Namespace) -> int:
 
     from megatron_lite.checkpoint.reader import Weights
     from tools.conversion.hf_folder import Tensors
-    from tools.conversion.import_hf import import_folder, original_logits, processes_of_a_copy
+    from tools.conversion.import_hf import import_folder, original_logits, processes_per_replica
     from tools.conversion.logit_parity import counted_rows, real_text, rows_of, trainer_logits
 
     done = import_folder(
@@ -86,24 +86,24 @@ def _import(options: argparse.Namespace) -> int:
         text, name = real_text(done.config, done.tokenizer, options.text)
         tokens = rows_of(text, done.tokenizer, done.model)
     else:
-        print("no tokenizer there: set data.tokenizer before training")
-        tokens, name = counted_rows(done.model), "a count from 0 on"
+        print("the folder has no tokenizer: set data.tokenizer before training")
+        tokens, name = counted_rows(done.model), "consecutive ids"
     trust = options.trust_remote_code
-    theirs, why = original_logits(options.folder, done.kind, done.model, tokens, trust_remote_code=trust)
+    theirs, origin = original_logits(options.folder, done.kind, done.model, tokens, trust_remote_code=trust)
     over = False
     if theirs is None:
-        print(f"logits were not compared with the original's: {why}")
+        print(f"logits are not compared with the original's: {origin}")
     else:
         ours = trainer_logits(Weights(done.checkpoint), done.model, tokens, torch.float32, progress=sys.stderr.isatty())
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         print(
-            f"logits on {tokens.numel()} tokens of {name}: largest difference to {why} {difference:.2e} "
+            f"logits on {tokens.numel()} tokens of {name}: largest difference to {origin} {difference:.2e} "
             f"(largest logit {largest:.2f})"
         )
         over = not difference <= options.tolerance * max(1.0, largest)
     if over:
         print(
-            f"error: over the tolerance of {options.tolerance:g}; {done.run} was left as it is. The largest weight is "
+            f"error: over the tolerance of {options.tolerance:g}; {done.run} is kept. The largest weight is "
             f"{Tensors(options.folder).largest()}; if the file is damaged, copy it again and import with --overwrite",
             file=sys.stderr,
         )
@@ -111,9 +111,9 @@ def _import(options: argparse.Namespace) -> int:
     # The configuration has either data.train or data.corpus, and refuses both together.
     texts = "data.train=... data.validation=..." if done.config["data"].get("train") else "data.corpus=..."
     file = shlex.quote(f"{done.run}/config.yml")
-    processes = processes_of_a_copy(done.config)
+    processes = processes_per_replica(done.config)
     start = "python" if processes == 1 else f"torchrun --nproc-per-node {processes}"
-    print(f"{start} train.py {file} {texts}   trains on from here; look through the file first")
+    print(f"{start} train.py {file} {texts}   continues the training; check the file first")
     return 0
 
 
@@ -125,8 +125,8 @@ def _check(done: Export, options: argparse.Namespace) -> int:
 
     config = model_config(done.config)
     if done.tokenizer is None:
-        print("no tokenizer: the run was imported without one; --tokenizer FILE puts one into the folder")
-        tokens, name = counted_rows(config), "a count from 0 on"
+        print("no tokenizer: the run was imported without one; --tokenizer FILE adds one to the folder")
+        tokens, name = counted_rows(config), "consecutive ids"
     else:
         text, name = real_text(done.config, done.tokenizer, options.text)
         tokens = rows_of(text, done.tokenizer, config)
@@ -142,7 +142,7 @@ def _check(done: Export, options: argparse.Namespace) -> int:
         print(f"storing the weights in {options.dtype} itself changes logits by up to {result.rounded:.2e}")
     if not result.converted <= options.tolerance:
         print(
-            f"error: over the tolerance of {options.tolerance:g}; {done.folder} was left as it is, do not use it",
+            f"error: over the tolerance of {options.tolerance:g}; {done.folder} is kept, do not use it",
             file=sys.stderr,
         )
         return 1
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
             "examples:\n"
             "  python -m tools.convert_hf export runs/default exported/           weights as float32\n"
             "  python -m tools.convert_hf export runs/default exported/ --dtype bf16 --overwrite\n"
-            "  python -m tools.convert_hf import exported/ runs/again              an export, to train on\n"
+            "  python -m tools.convert_hf import exported/ runs/again              an export, for further training\n"
             "  python -m tools.convert_hf import pythia-410m/ runs/pythia          GPT-NeoX, Llama, MetaLA, GLA and others\n"
             "  python -m tools.convert_hf verify runs/default                      read and check every file of a run or export\n"
             "\n"
@@ -208,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--text",
         type=Path,
-        help="text to compare logits on (default: what the run was trained on, or a module of Python's)",
+        help="text to compare logits on (default: the run's training text, or a module of Python)",
     )
     export.add_argument(
         "--tolerance", type=above_zero, default=1e-4, help="largest difference of logits (default 1e-4)"

@@ -39,7 +39,7 @@ def write_corpus(path: Path, documents: int = 120, seed: int = 0) -> None:
 
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run: a hybrid of MetaLA and attention, its vocabulary padded beyond the tokenizer's."""
+    """Train a hybrid of MetaLA and attention whose vocabulary is padded, and return the run folder."""
     root = tmp_path_factory.mktemp("trained")
     run = root / "runs" / "tiny"
     write_corpus(root / "corpus.jsonl")
@@ -87,6 +87,6 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What `tools.benchmark` says when it refuses these words."""
+    """Return the message of `tools.benchmark` for refused arguments."""
     assert benchmark.main(words) == 2
     return capsys.readouterr().err

@@ -31,7 +31,7 @@ PROGRAMS = sorted({program for program, _ in documented()} | {"train.py", "eval.
 
 @cache
 def help_of(program: str, *words: str) -> str:
-    """What `program words --help` prints, and a last line of the packages that it imported and that take seconds."""
+    """Return the output of `program words --help`, and a last line of the slow packages that it imported."""
     start = (
         f"runpy.run_path({program!r}, run_name='__main__')"
         if program.endswith(".py")

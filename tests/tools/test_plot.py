@@ -1,4 +1,4 @@
-"""Pictures of runs: the files, what is drawn in them, and what is said when there is nothing to draw."""
+"""Check figures of runs: files, values, and errors without values."""
 
 import math
 from pathlib import Path
@@ -44,7 +44,7 @@ def rgb(color: str) -> tuple[int, ...]:
     return tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
 
 
-def test_smoothing_keeps_lines_and_skips_gaps() -> None:
+def test_smoothing_keeps_straight_lines_and_skips_gaps() -> None:
     line = np.linspace(5.0, 1.0, 400)
     half = 400 // 100
     np.testing.assert_allclose(smooth(line)[:-half], line[:-half], rtol=1e-12)
@@ -56,7 +56,7 @@ def test_smoothing_keeps_lines_and_skips_gaps() -> None:
     np.testing.assert_array_equal(smooth(short), short)
 
 
-def test_one_run(tmp_path: Path) -> None:
+def test_figures_of_one_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "default", broken_step=30)
     assert main([str(run)]) == 0
     assert rgb(COLORS[0]) in colors_in(run / "plot.png")
@@ -65,7 +65,7 @@ def test_one_run(tmp_path: Path) -> None:
 
 
 def drawn(axes: Any) -> list[list[tuple[float, float]]]:
-    """Of each line with points."""
+    """Return the points of each line."""
     lines = (zip(*line.get_data(), strict=True) for line in axes.lines)
     return [[(float(x), float(y)) for x, y in line] for line in lines]
 
@@ -104,7 +104,7 @@ def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert drawn(scores) == [[(2, 40), (3, 40)], [(2, 52), (3, 53)]]
 
 
-def test_the_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=2, progress_bar=False)
     for step in (1, 2):
         metrics.log(step, {"loss": 5.0 - step, "accuracy": step / 4, "tokens": step})
@@ -114,21 +114,20 @@ def test_the_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatc
     monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path, baseline=0.1)
     axes = figures[0].axes[1]
-    found = drawn(axes)
-    assert found[:3] == [[(1, 0.25), (2, 0.5)], [(1, 0.25), (2, 0.5)], [(2, 0.4)]]
-    assert {y for _, y in found[3]} == {0.1}
+    values = drawn(axes)
+    assert values[:3] == [[(1, 0.25), (2, 0.5)], [(1, 0.25), (2, 0.5)], [(2, 0.4)]]
+    assert {y for _, y in values[3]} == {0.1}
     assert axes.yaxis.get_major_formatter()(0.25) == "25%"
     assert axes.get_ylim()[0] == 0
 
 
-def test_numbers_of_an_axis() -> None:
+def test_axis_numbers_are_plain() -> None:
     numbers = (0.25, 8192, 65536, 15000, 2.5e6, 3e9, 4e12)
     assert [style.plain_number(n) for n in numbers] == ["0.25", "8192", "64 Ki", "15 k", "2.5 M", "3 B", "4 T"]
     assert [run_curves._scientific(n) for n in (0, 0.25, 3e-4, 1.25e-5)] == ["0", "0.25", "3e-4", "1.25e-5"]
 
 
-def test_the_first_fall_of_the_loss_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of a hundred steps, and no more."""
+def test_loss_axis_excludes_the_first_two_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, figures = write_run(tmp_path / "run", steps=100), []
     monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(run)
@@ -139,8 +138,8 @@ def test_the_first_fall_of_the_loss_is_cut_off(tmp_path: Path, monkeypatch: pyte
     assert low == pytest.approx(losses.min() - margin)
 
 
-def test_tokens_stand_over_the_steps_that_saw_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a batch that grows, too."""
+def test_token_axis_follows_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Include a growing batch."""
     metrics = MetricsLogger(tmp_path, total_steps=100, progress_bar=False)
     for step in range(10, 101, 10):
         tokens = 100 * step if step <= 50 else 5000 + 900 * (step - 50)
@@ -168,7 +167,7 @@ def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all((of_one == of_one.round()).all() for of_one in ticks)
 
 
-def test_several_runs_have_a_color_each(tmp_path: Path) -> None:
+def test_several_runs_have_different_colors(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, floor=2 + i / 4) for i, name in enumerate(("a", "b", "c"))]
     out = plot_runs(runs, tmp_path / "pictures" / "all.png")
     shown = colors_in(out)
@@ -176,13 +175,13 @@ def test_several_runs_have_a_color_each(tmp_path: Path) -> None:
     assert rgb(COLORS[3]) not in shown
 
 
-def test_vector_formats_and_files_instead_of_folders(tmp_path: Path) -> None:
+def test_pdf_of_a_metrics_file(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert main([str(run / "metrics.jsonl"), "-o", str(tmp_path / "out.pdf")]) == 0
     assert (tmp_path / "out.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_a_run_of_one_step_and_without_validation(tmp_path: Path) -> None:
+def test_figure_of_one_step_without_validation(tmp_path: Path) -> None:
     run = write_run(tmp_path / "short", steps=1)
     assert plot_loss(run).stat().st_size > 5000
     assert plot_runs([run], tmp_path / "short.png").stat().st_size > 5000
@@ -196,11 +195,11 @@ def test_a_run_of_one_step_and_without_validation(tmp_path: Path) -> None:
         (["runs/a"], ["a"]),
     ],
 )
-def test_names_tell_runs_apart(paths: list[str], names: list[str]) -> None:
+def test_distinct_names_of_runs(paths: list[str], names: list[str]) -> None:
     assert distinct_names([Path(p) for p in paths]) == names
 
 
-def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_steps_and_invalid_outputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "absent")]) == 2
     assert "no metrics there" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
@@ -209,6 +208,6 @@ def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     run = write_run(tmp_path / "run", steps=2)
     assert main([str(run), "-o", str(tmp_path / "out.docx")]) == 2
     assert "out.docx: the name must end in an image format" in capsys.readouterr().err
-    # Matplotlib would write tmp_path.png, and the program name what is no file.
+    # Matplotlib would write tmp_path.png.
     assert main([str(run), "-o", str(tmp_path)]) == 2
     assert "cannot be written (Is a directory" in capsys.readouterr().err

@@ -25,7 +25,7 @@ from megatron_lite.engine.precision import DTYPES
 from models.config import ModelConfig
 from tools.conversion.flatten_source import flat_source
 from tools.conversion.foreign.fla_delta import fla_config
-from tools.conversion.foreign.mapping import Renamed
+from tools.conversion.foreign.mapping import Renamed, nearest
 from tools.conversion.foreign.registry import translate
 from tools.conversion.hf_folder import read_config
 from tools.conversion.logit_parity import real_text
@@ -35,7 +35,7 @@ from tools.loading.model import model_config, run_folder
 from tools.loading.token_data import data_config
 from tools.loading.tokenizer import read_tokenizer, save_tokenizer, saved_tokenizer
 
-# What an import needs to train on: the run's configuration and its tokenizer as the trainer reads it.
+# Folder of an export with the run's configuration and tokenizer, which an import needs for further training.
 TRAINING_FOLDER = "training"
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -46,11 +46,11 @@ class Export:
 
     Attributes:
         folder: the Hugging Face folder.
-        checkpoint: the step folder that it came from.
-        weights: its weights, to read again.
+        checkpoint: the exported step folder.
+        weights: its weights.
         config: the run's configuration as plain YAML values.
-        tokenizer: the trainer's; None where the run was imported without one.
-        parameters: number of weights, a tied matrix once.
+        tokenizer: the trainer's; None if the run was imported without one.
+        parameters: number of weights; a tied matrix counts once.
         bytes: size of the weights.
         shards: number of weight files.
     """
@@ -78,29 +78,29 @@ def export(
     text: Path | None = None,
     progress: bool = False,
 ) -> Export:
-    """Write `folder` from the newest checkpoint of a run, or from the one that is named.
+    """Write `folder` from a step folder, or from the newest checkpoint of a run.
 
     Args:
         dtype: "fp32", "bf16" or "fp16" for the stored weights.
-        max_shard_bytes: a weight file ends before it passes this size; a single larger tensor has a file of its own.
+        max_shard_bytes: largest size of a weight file; a single larger tensor has its own file.
         form: "metalion" for the project's own format with its source, "fla" for flash-linear-attention's without source.
-        overwrite: replace a folder that is there, if it is an export.
-        tokenizer_file: as of `tokenizer_at`; None for the one that the run keeps, or none where it was imported without.
-        text: what logits are to be compared on; refused as by `real_text` before anything is written.
+        overwrite: replace an existing export.
+        tokenizer_file: as for `tokenizer_at`; None for the run's tokenizer.
+        text: file to compare logits on; checked as by `real_text` before anything is written.
 
     Raises:
-        CheckpointError: no checkpoint there, or a damaged one.
-        FileExistsError: `folder` is there already.
-        FileNotFoundError: the tokenizer is gone.
-        ValueError: an unknown dtype, a model that the format cannot hold, weights that are not those of the configuration,
-            or a tokenizer that is larger than the embedding or cannot be written.
+        CheckpointError: a missing or damaged checkpoint.
+        FileExistsError: `folder` exists.
+        FileNotFoundError: the tokenizer's file is missing.
+        ValueError: an unknown dtype, a model that the format cannot hold, weights that do not fit the configuration, or a
+            tokenizer that is larger than the embedding or cannot be exported.
     """
     if dtype not in ("fp32", "bf16", "fp16"):
         raise ValueError(f"--dtype {dtype}: allowed are fp32, bf16, fp16")
     check_target(folder, overwrite)
     source = resolve(checkpoint)
     if overwrite and source.resolve().is_relative_to(folder.resolve()):
-        raise FileExistsError(f"{source} lies in {folder}, which --overwrite would remove: name another folder")
+        raise FileExistsError(f"{source} is inside {folder}, which --overwrite would remove: give another folder")
     config = read_config_yaml(source)
     model = model_config(config)
     fla = fla_config(model) if form == "fla" else None
@@ -113,26 +113,28 @@ def export(
         if text is not None:
             real_text(config, tokenizer, text)
 
-    with atomic_folder(folder, overwrite=overwrite) as aside:
+    with atomic_folder(folder, overwrite=overwrite) as temporary:
         length = int(config["batch"]["sequence_length"])
         stored: Mapping[str, Tensor] = weights
         shapes = weights.shapes
         if fla is None:
-            write_description(aside, model, tokenizer, dtype, length)
-            write_training_side(aside, config, tokenizer)
+            write_description(temporary, model, tokenizer, dtype, length)
+            write_training_folder(temporary, config, tokenizer)
         else:
-            special = {} if tokenizer is None else export_tokenizer(tokenizer, aside, causal=True, max_length=length)
-            _write_json(aside / "config.json", {**fla, **_ids(special), "dtype": TORCH_NAMES[dtype]})
+            special = (
+                {} if tokenizer is None else export_tokenizer(tokenizer, temporary, causal=True, max_length=length)
+            )
+            _write_json(temporary / "config.json", {**fla, **_ids(special), "dtype": TORCH_NAMES[dtype]})
             stored = Renamed(translate(fla), weights)
             with torch.device("meta"):
                 of_shapes = {name: torch.empty(shape) for name, shape in weights.shapes.items()}
             shapes = {name: tuple(x.shape) for name, x in Renamed(translate(fla), of_shapes).items()}
-        sizes = write_shards(aside, stored, shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
+        sizes = write_shards(temporary, stored, shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
         parameters = sum(math.prod(shape) for shape in weights.shapes.values())
         card = model_card(config, model, run=run, step=source.name, parameters=parameters, dtype=dtype, licence=licence)
-        (aside / FILE_NAME).write_text(checksums_text(_checksums(aside)), encoding="utf-8")
+        (temporary / FILE_NAME).write_text(checksums_text(_checksums(temporary)), encoding="utf-8")
         if fla is None:
-            (aside / "README.md").write_text(card, encoding="utf-8")  # without a hash: cards are edited
+            (temporary / "README.md").write_text(card, encoding="utf-8")  # without a hash: because users edit the card
     return Export(folder, source, weights, config, tokenizer, parameters, sum(sizes), len(sizes))
 
 
@@ -153,15 +155,15 @@ def check_target(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
-        raise FileExistsError(f"{folder} exists: name another folder, or replace it with --overwrite")
+        raise FileExistsError(f"{folder} exists: give another folder, or replace it with --overwrite")
     try:
-        # An export in another format has no training folder: its hashes tell it from a model of others.
+        # An export in flash-linear-attention's format is recognised by its hashes.
         is_export = read_config(folder)["model_type"] == "metalion" or (folder / FILE_NAME).is_file()
-    except (OSError, ValueError):  # something else, or nothing, under that name
+    except (OSError, ValueError):
         is_export = False
     if not is_export:
         raise FileExistsError(
-            f"{folder} is not an export of this project, so --overwrite leaves it alone: name another"
+            f"{folder} is not an export of this project, and --overwrite replaces only exports: give another folder"
         )
 
 
@@ -169,29 +171,25 @@ def check_vocabulary(entries: int, rows: int, tokenizer: str) -> None:
     """Raise ValueError if the tokenizer has more entries than the embedding has rows."""
     if entries > rows:
         raise ValueError(
-            f"the tokenizer {tokenizer} has {entries} entries and the embedding {rows} rows: it is not the tokenizer that "
-            f"the model was trained with"
+            f"the tokenizer {tokenizer} has {entries} entries and the embedding {rows} rows: give the tokenizer that the "
+            "model was trained with"
         )
 
 
 def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, source: Path | str) -> None:
     """Raise ValueError naming missing and unknown tensors, with the nearest name, and wrong shapes."""
-    import difflib
-
     from models.language_model import LanguageModel
 
     with torch.device("meta"):
         needed = {name: tuple(p.shape) for name, p in LanguageModel(config).named_parameters()}
-    problems = []
-    for name in needed.keys() - given.keys():
-        near = difflib.get_close_matches(name, given.keys() - needed.keys(), n=1)
-        problems.append(f"{name} is missing" + (f" (there is {near[0]})" if near else ""))
-    for name in given.keys() - needed.keys():
-        near = difflib.get_close_matches(name, needed, n=1)
-        problems.append(f"{name} belongs to nothing" + (f" (nearest: {near[0]})" if near else ""))
-    for name in needed.keys() & given.keys():
-        if needed[name] != given[name]:
-            problems.append(f"{name} is {list(given[name])}, the configuration needs {list(needed[name])}")
+    missing, unknown = needed.keys() - given.keys(), given.keys() - needed.keys()
+    problems = [f"{name} is missing{nearest(name, unknown)}" for name in missing]
+    problems += [f"{name} is unknown{nearest(name, needed)}" for name in unknown]
+    problems += [
+        f"{name} is {list(given[name])}, the configuration needs {list(shape)}"
+        for name, shape in needed.items()
+        if name in given and given[name] != shape
+    ]
     if problems:
         raise ValueError(
             f"{source}: {len(problems)} tensors do not fit the configuration: " + "; ".join(sorted(problems)[:6])
@@ -237,17 +235,17 @@ def _ids(special: Mapping[str, int]) -> dict[str, int]:
     return {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
 
 
-def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
+def write_training_folder(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
     """Write the folder `training/` with the run's configuration and tokenizer, for a later import."""
     import yaml
 
-    side = folder / TRAINING_FOLDER
-    side.mkdir()
-    (side / "config.yml").write_text(
+    training = folder / TRAINING_FOLDER
+    training.mkdir()
+    (training / "config.yml").write_text(
         yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
     )
     if tokenizer is not None:
-        save_tokenizer(tokenizer, side)
+        save_tokenizer(tokenizer, training)
 
 
 def write_shards(
@@ -265,12 +263,12 @@ def write_shards(
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in shapes.items():
-        own = math.prod(shape) * dtype.itemsize
-        if groups[-1] and size + own > max_shard_bytes:
+        tensor_bytes = math.prod(shape) * dtype.itemsize
+        if groups[-1] and size + tensor_bytes > max_shard_bytes:
             groups.append({})
             size = 0
         groups[-1][name] = shape
-        size += own
+        size += tensor_bytes
     names = (
         ["model.safetensors"]
         if len(groups) == 1

@@ -12,25 +12,24 @@ from tools.conversion.flatten_source import flat_source
 def check_source(folder: Path, mixers: Collection[str]) -> None:
     """Raise ValueError if a source file in an export differs from what the exporter writes for these mixers.
 
-    Nothing of the folder is run. Line ends do not count, and a file that is missing cannot differ.
+    No file of the folder is executed. Line ends are ignored, and missing files are not compared.
     """
-    own = flat_source(mixers)
-    found = sorted(folder.glob("*.py"))
-    differs = [path.name for path in found if path.read_bytes().splitlines() != _lines(own.get(path.name))]
-    if differs:
-        names = ", ".join(differs[:4]) + (f" and {len(differs) - 4} more" if len(differs) > 4 else "")
+    expected = flat_source(mixers)
+    files = sorted(folder.glob("*.py"))
+    differing = [path.name for path in files if path.read_bytes().splitlines() != _lines(expected.get(path.name))]
+    if differing:
+        names = ", ".join(differing[:4]) + (f" and {len(differing) - 4} more" if len(differing) > 4 else "")
         raise ValueError(
-            f"{folder}: {len(differs)} of its {len(found)} files of source are not this version's ({names}): another "
-            "version of the project wrote them, or they were changed, and the model may be another one. None was run. "
-            "Export the run again with this version, or look through the files and let them run with --trust-remote-code of "
-            "tools.convert_hf import or tools.serve"
+            f"{folder}: {len(differing)} of its {len(files)} source files differ from this version's ({names}). Another "
+            "version of the project wrote them, or they were changed. None was executed. Export the run again with this "
+            "version, or read the files and allow them with --trust-remote-code of tools.convert_hf import or tools.serve"
         )
 
 
 def model_class(folder: Path, task: str, *, trust_remote_code: bool) -> Any:
     """Return the class whose `from_pretrained` loads an export for a task ("CausalLM", "MaskedLM", ...).
 
-    It is the project's own, or transformers' auto class, which runs the folder's source, where that is trusted. Raises
+    trust_remote_code: return transformers' auto class, which executes the folder's source, not the project's class. Raises
     ValueError as `check_source`.
     """
     if trust_remote_code:

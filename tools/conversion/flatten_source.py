@@ -3,12 +3,12 @@
 Transformers follows relative imports within one folder only, so `mixers/metala.py` becomes `mixers_metala.py` and every
 relative import is rewritten to match. The other changes are:
 
-- The table of mixers keeps the mixers of the model, so that a folder holds no file without a purpose.
-- Triton kernels are left out of a model whose mixers use none, such as softmax attention. `models/backend.py` then selects
-  PyTorch. The C++ kernels for a CPU are never imported by name, and so never copied.
-- The loss of training is left out: Transformers has its own.
-- Imports of optional packages stand in try blocks, which Transformers' check of requirements skips.
-- The two files that Transformers opens by name also name what they reach indirectly. Older versions of Transformers copy
+- The table of mixers keeps only the mixers of the model.
+- Triton kernels are omitted if the mixers use none, as softmax attention. `models/backend.py` then selects PyTorch. The C++
+  kernels for a CPU are never imported by name, and so never copied.
+- The training loss is omitted, because Transformers has its own.
+- Imports of optional packages are in try blocks, which Transformers' check of requirements skips.
+- The two files that Transformers opens by name also import their indirect dependencies. Older versions of Transformers copy
   only the files that these two import.
 """
 
@@ -24,13 +24,13 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 ENTRY = "hf.modeling_metalion"
 CONFIG_ENTRY = "hf.configuration_metalion"
 
-_AT_HAND = {"torch", "transformers", *sys.stdlib_module_names}
+_INSTALLED = {"torch", "transformers", *sys.stdlib_module_names}
 _TRAINING = ("operators.cross_entropy",)
 
 
 def flat_source(mixers: Collection[str]) -> dict[str, str]:
     """Return file name to text: `modeling_metalion.py` and every file of `models/` that it imports, for these mixers."""
-    # The backend only asks whether the kernels are there.
+    # The backend only tests whether the kernels can be imported.
     of_mixers, _ = _follow("mixers", mixers, (*_TRAINING, "backend"))
     kernels = any(module.startswith("kernels.") for module in of_mixers)
     texts, imports = _follow(ENTRY, mixers, _TRAINING if kernels else (*_TRAINING, "kernels"))
@@ -40,9 +40,9 @@ def flat_source(mixers: Collection[str]) -> dict[str, str]:
 
 
 def _follow(
-    entry: str, mixers: Collection[str], left_out: tuple[str, ...]
+    entry: str, mixers: Collection[str], omitted: tuple[str, ...]
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the text and the imports of every module that `entry` reaches, but for the modules and folders `left_out`."""
+    """Return the text and the imports of each module that `entry` reaches, except the `omitted` modules and folders."""
     texts: dict[str, str] = {}
     imports: dict[str, list[str]] = {}
     waiting = [entry]
@@ -54,26 +54,24 @@ def _follow(
         text = path.read_text(encoding="utf-8")
         if module == "mixers":
             text = _only_mixers(text, mixers)
-        texts[module], imports[module] = _rewrite(text, module, left_out, package=path.name == "__init__.py")
+        texts[module], imports[module] = _rewrite(text, module, omitted, package=path.name == "__init__.py")
         waiting += imports[module]
     return texts, imports
 
 
 def _reached(module: str, imports: Mapping[str, Collection[str]]) -> set[str]:
-    found: set[str] = set()
+    reached: set[str] = set()
     waiting = [module]
     while waiting:
-        if (name := waiting.pop()) not in found:
-            found.add(name)
+        if (name := waiting.pop()) not in reached:
+            reached.add(name)
             waiting += imports[name]
-    return found
+    return reached
 
 
 def _also_needed(modules: Collection[str]) -> str:
     lines = [f"    from .{_flat(module)} import *\n" for module in sorted(modules)]
-    return "\n\nif False:  # never run: it names the files that Transformers must copy along with this one\n" + "".join(
-        lines
-    )
+    return "\n\nif False:  # never executed: names the files that Transformers must copy too\n" + "".join(lines)
 
 
 def _path(module: str) -> Path:
@@ -85,28 +83,28 @@ def _flat(module: str) -> str:
     return module.removeprefix("hf.").replace(".", "_")
 
 
-def _rewrite(text: str, module: str, left_out: tuple[str, ...], *, package: bool) -> tuple[str, list[str]]:
+def _rewrite(text: str, module: str, omitted: tuple[str, ...], *, package: bool) -> tuple[str, list[str]]:
     """Return the text with flat imports, and the modules that it imports.
 
-    An import of a module that is left out raises ImportError instead. Such an import stands in a function.
+    The import of an omitted module, always inside a function, becomes an ImportError.
     """
     lines = text.splitlines(keepends=True)
     imported = []
     tree = ast.parse(text)
     guarded = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
-    # From the last to the first, so that line numbers stay true.
+    # In reverse, so that the line numbers of the remaining nodes stay valid.
     for node in sorted(_imports(tree), key=lambda n: n.lineno, reverse=True):
         first, last = node.lineno - 1, node.end_lineno or node.lineno
         if isinstance(node, ast.ImportFrom) and node.level:
             target = _target(node, module, package=package)
-            if any(f"{target}.".startswith(f"{name}.") for name in left_out):
+            if any(f"{target}.".startswith(f"{name}.") for name in omitted):
                 lines[first:last] = [
                     f"{' ' * node.col_offset}raise ImportError('this export has no {_flat(target)}.py')\n"
                 ]
                 continue
             imported.append(target)
             lines[first] = re.sub(r"from\s+\.[\w.]*\s+import", f"from .{_flat(target)} import", lines[first], count=1)
-        elif _top_level(node) not in _AT_HAND and id(node) not in guarded:
+        elif _top_level(node) not in _INSTALLED and id(node) not in guarded:
             indent = " " * node.col_offset
             body = ["    " + line for line in lines[first:last]]
             lines[first:last] = [f"{indent}try:\n", *body, f"{indent}except ImportError:\n", f"{indent}    raise\n"]
@@ -123,12 +121,12 @@ def _top_level(node: ast.Import | ast.ImportFrom) -> str:
 
 
 def _target(node: ast.ImportFrom, module: str, *, package: bool) -> str:
-    """Return the module that a relative import names, from the top of `models/`. ValueError for `from . import file`."""
+    """Return the module of a relative import, relative to `models/`. Raises ValueError for `from . import file`."""
     above = module.split(".") if package else module.split(".")[:-1]
     above = above[: len(above) - (node.level - 1)]
     if node.module is None:
         raise ValueError(
-            f"{module}: write `from .file import name` instead of `from . import file`, which cannot be flat"
+            f"{module}: write `from .file import name` instead of `from . import file`, which has no flat form"
         )
     return ".".join([*above, *node.module.split(".")])
 

@@ -25,10 +25,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> int:
-    """Compare files with the hashes that an export holds, and read the weights; return how many files were compared.
+    """Compare the files of an export with their hashes and read the weights. Returns the number of compared files.
 
     Raises:
-        ValueError: a file is missing or was changed, or is no safetensors file, or weights are not finite. Names them.
+        ValueError: a missing or changed file, a damaged safetensors file, or weights that are not finite.
     """
     again = f"copy it again, or write it again (python -m tools.convert_hf export RUN {folder} --overwrite)"
     count = check_files(folder, f"{again}; where the change was meant, remove {FILE_NAME}")
@@ -53,7 +53,7 @@ class Tensors(Mapping[str, Tensor]):
 
     Raises:
         FileNotFoundError: no safetensors there, or a file of the index is missing.
-        ValueError: weights as pickles only, or a file that is no safetensors.
+        ValueError: weights only as pickles, or a file that is not safetensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,8 +69,8 @@ class Tensors(Mapping[str, Tensor]):
             pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
             if pickles:
                 raise ValueError(
-                    f"{folder}: its weights are pickles ({', '.join(pickles[:3])}), which run code when they are read; they "
-                    "are not opened. Save the model as safetensors where you trust it: save_pretrained writes them"
+                    f"{folder}: its weights are pickles ({', '.join(pickles[:3])}), which execute code when they are read; "
+                    "they are not opened. Save the model as safetensors where you trust it: save_pretrained writes them"
                 )
             raise FileNotFoundError(f"{folder}: model.safetensors is missing")
         self._folder = folder

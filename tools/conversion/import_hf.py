@@ -32,7 +32,7 @@ from tools.conversion.logit_parity import real_text
 from tools.conversion.tokenizer import tokenizer_in
 from tools.loading.tokenizer import save_tokenizer, saved_tokenizer
 
-_COPY = f"copy it again, or remove {TRAINING_FOLDER}/ to begin with placeholders"
+_COPY = f"copy it again, or remove {TRAINING_FOLDER}/ to start from default values"
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Import:
     Attributes:
         run: the run's folder, with a `config.yml` for train.py.
         checkpoint: the step folder.
-        kind: `model_type` of the folder that was read.
+        kind: `model_type` of the imported folder.
         model: its architecture here.
         config: the whole configuration as plain YAML values.
-        tokenizer: None where the folder has none.
+        tokenizer: None if the folder has none.
         parameters: number of weights.
     """
 
@@ -70,32 +70,30 @@ def import_folder(
     """Write the run folder `run` from a Hugging Face folder.
 
     Args:
-        overwrite: replace a run folder that is there, if nothing was trained in it.
-        text: what logits are to be compared on; refused as by `real_text` before anything is written.
-        trust_remote_code: take an export whose source is not this version's.
+        overwrite: replace an existing run folder in which nothing was trained.
+        text: file to compare logits on; checked as by `real_text` before anything is written.
+        trust_remote_code: accept an export whose source differs from this version's.
 
     Raises:
-        FileExistsError: `run` is there already.
-        FileNotFoundError: no Hugging Face folder, or a file of it is missing.
-        ValueError: another kind of model, a setting without counterpart, tensors that are missing, too many or of another
-            shape, pickles, a tokenizer that is larger than the embedding, or an export with other source.
+        FileExistsError: `run` exists.
+        FileNotFoundError: not a Hugging Face folder, or a missing file.
+        ValueError: an unknown kind of model or setting, missing, unknown or wrongly shaped tensors, pickles, a tokenizer
+            that is larger than the embedding, or an export with other source.
         CheckpointError: the checkpoint could not be written.
     """
     _check_run(run, overwrite)
     if overwrite and folder.resolve().is_relative_to(run.resolve()):
-        raise FileExistsError(f"{folder} lies in {run}, which --overwrite would remove: name another run folder")
+        raise FileExistsError(f"{folder} is inside {run}, which --overwrite would remove: give another run folder")
     theirs = read_config(folder)
     check_folder(folder)
     try:
         foreign = translate(theirs)
     except KeyError as error:
         raise ValueError(
-            f"{folder / 'config.json'} has no key {error}, which a {theirs['model_type']} needs: write it there"
+            f"{folder / 'config.json'} has no key {error}, which a {theirs['model_type']} needs: add it"
         ) from error
     except (ArithmeticError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{folder / 'config.json'} holds a value of the wrong kind ({error}): copy it again"
-        ) from error
+        raise ValueError(f"{folder / 'config.json'} has a value of the wrong type ({error}): copy it again") from error
     if theirs["model_type"] == "metalion" and not trust_remote_code:
         check_source(folder, foreign.model.mixers)
     tensors = Tensors(folder)
@@ -108,10 +106,10 @@ def import_folder(
         check_vocabulary(tokenizer.vocab_size, foreign.model.vocab_size, str(tokenizer.path or tokenizer.type))
         if text is not None:
             real_text({}, tokenizer, text)
-    with atomic_folder(run, overwrite=overwrite) as aside:
+    with atomic_folder(run, overwrite=overwrite) as temporary:
         if tokenizer is not None:
-            save_tokenizer(tokenizer, aside)
-        config = _configuration(folder, run, aside, theirs, foreign.model, tokenizer)
+            save_tokenizer(tokenizer, temporary)
+        config = _configuration(folder, run, temporary, theirs, foreign.model, tokenizer)
 
         def read() -> Iterator[tuple[str, Tensor]]:
             from tqdm import tqdm
@@ -119,9 +117,10 @@ def import_folder(
             for name, shape in tqdm(shapes.items(), desc="weights", disable=not progress):
                 yield name, make(foreign, name, tensors, shape)
 
-        written = write_weights(aside / "checkpoints", read(), shapes, specs=sharding_specs(model), config_yaml=config)
-        (aside / "config.yml").write_text(config, encoding="utf-8")
-    checkpoint = run / written.relative_to(aside)
+        specs = sharding_specs(model)
+        written = write_weights(temporary / "checkpoints", read(), shapes, specs=specs, config_yaml=config)
+        (temporary / "config.yml").write_text(config, encoding="utf-8")
+    checkpoint = run / written.relative_to(temporary)
     import yaml
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -135,13 +134,13 @@ def original_logits(
 ) -> tuple[Tensor | None, str]:
     """Return the original model's float32 logits and the name of its code, or None and the reason.
 
-    trust_remote_code: of an export, run the folder's own source; else the project's own classes load its weights.
+    trust_remote_code: load an export with the folder's source, not with the project's classes.
     """
     from tools.conversion.logit_parity import exported_logits
 
-    whose = "the original's"
+    origin = "the original's"
     if kind == "metalion":
-        return exported_logits(folder, tokens, model, trust_remote_code=trust_remote_code), whose
+        return exported_logits(folder, tokens, model, trust_remote_code=trust_remote_code), origin
     if kind == "metala":
         equations = "those of MetaLA's equations, computed token by token"
         return metala_logits(read_config(folder), Tensors(folder), tokens), equations
@@ -153,12 +152,12 @@ def original_logits(
 
     original = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32).eval()
     if kind in OF_FLA:
-        return original.cuda()(tokens.cuda()).logits.float().cpu(), whose
-    return original(tokens).logits.float(), whose
+        return original.cuda()(tokens.cuda()).logits.float().cpu(), origin
+    return original(tokens).logits.float(), origin
 
 
-def processes_of_a_copy(config: Mapping[str, Any]) -> int:
-    """Return the number of processes per copy of the model in the layout of a configuration."""
+def processes_per_replica(config: Mapping[str, Any]) -> int:
+    """Return the number of processes per model replica in the layout of a configuration."""
     parallel = config.get("parallel") or {}
     return math.prod(parallel.get(key) or 1 for key in ("tensor", "pipeline", "context"))
 
@@ -167,42 +166,41 @@ def _check_run(run: Path, overwrite: bool) -> None:
     if not run.exists() or (run.is_dir() and not any(run.iterdir())):
         return
     if not overwrite:
-        raise FileExistsError(f"{run} exists: name another run folder, or replace it with --overwrite")
-    # A run may write its metrics elsewhere (run.directory) and its checkpoints still here.
+        raise FileExistsError(f"{run} exists: give another run folder, or replace it with --overwrite")
+    # With run.directory a run writes its metrics to another folder.
     steps = {path.name for path in run.glob("checkpoints/step_*")}
     if (run / "metrics.jsonl").exists() or not (run / "checkpoints").is_dir() or steps - {"step_00000000"}:
-        raise FileExistsError(f"{run} was trained in, or is no run, so --overwrite leaves it alone: name another")
+        raise FileExistsError(
+            f"{run} holds a trained run, or no run, and --overwrite replaces only untrained imports: give another folder"
+        )
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    if (kept := saved_tokenizer(folder / TRAINING_FOLDER)) is not None:
-        return kept
-    return tokenizer_in(folder)
+    return saved_tokenizer(folder / TRAINING_FOLDER) or tokenizer_in(folder)
 
 
 def _configuration(
-    folder: Path, run: Path, aside: Path, theirs: Mapping[str, Any], model: ModelConfig, tokenizer: Tokenizer | None
+    folder: Path, run: Path, temporary: Path, theirs: Mapping[str, Any], model: ModelConfig, tokenizer: Tokenizer | None
 ) -> str:
-    """Return the resolved configuration of the imported run: the export's, or defaults to be adapted.
+    """Return the resolved configuration of the imported run: the export's, or default values.
 
-    Args:
-        aside: where `run` is being written, with its tokenizer.
+    temporary: folder to which `run` is being written, with its tokenizer.
     """
     import yaml
 
-    side = folder / TRAINING_FOLDER / "config.yml"
-    if side.is_file():
+    exported = folder / TRAINING_FOLDER / "config.yml"
+    if exported.is_file():
         try:
-            values = yaml.load(side.read_text(encoding="utf-8"), BoundedLoader)
+            values = yaml.load(exported.read_text(encoding="utf-8"), BoundedLoader)
         except (UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"{side} is no YAML ({' '.join(str(error).split())}): {_COPY}") from error
+            raise ValueError(f"{exported} is no YAML ({' '.join(str(error).split())}): {_COPY}") from error
         sections = (
             [values.get(name, {}) for name in ("run", "data", "checkpoint", "parallel")]
             if isinstance(values, dict)
             else []
         )
         if not sections or "data" not in values or not all(isinstance(section, dict) for section in sections):
-            raise ValueError(f"{side} is no configuration, or a part of one: {_COPY}")
+            raise ValueError(f"{exported} is no configuration, or a part of one: {_COPY}")
     else:
         length = int(model.max_positions or theirs.get("max_position_embeddings") or 2048)
         values = {
@@ -217,23 +215,23 @@ def _configuration(
     values["checkpoint"] = checkpoint
     data = dict(values["data"])
     if tokenizer is not None:
-        kept = json.loads((aside / "tokenizer" / "description.json").read_text(encoding="utf-8"))
-        file = str(run / "tokenizer" / kept["file"]) if kept["file"] else None
+        saved = json.loads((temporary / "tokenizer" / "description.json").read_text(encoding="utf-8"))
+        file = str(run / "tokenizer" / saved["file"]) if saved["file"] else None
         data["tokenizer"] = {**(data.get("tokenizer") or {}), "type": tokenizer.type, "path": file}
-    elif not side.is_file():
-        data["tokenizer"] = {"type": "bytes"}  # there is none: a placeholder that asks for no file
+    elif not exported.is_file():
+        data["tokenizer"] = {"type": "bytes"}  # a placeholder that needs no file
     values["data"] = data
-    draft = aside / ".config.yml.writing"
+    draft = temporary / ".config.yml.writing"
     draft.write_text(yaml.safe_dump(_without_empty(values), sort_keys=False), encoding="utf-8")
     try:
-        # As few processes as the layout of an export's run can have.
-        processes = processes_of_a_copy(values)
+        # The fewest processes for the layout of the exported run.
+        processes = processes_per_replica(values)
         return dump_config(load_config([draft], [], model_type=ModelConfig, world_size=processes))
     except ConfigError as error:
         drafts = "|".join(re.escape(name) for name in (str(draft), os.path.relpath(draft)))
-        own = str(run / "config.yml")
-        problem = ConfigError(re.sub(rf"({drafts}):\d+", lambda _: own, line) for line in error.problems)
-        raise (ValueError(f"{side}: {problem}") if side.is_file() else problem) from None
+        target = str(run / "config.yml")
+        problem = ConfigError(re.sub(rf"({drafts}):\d+", lambda _: target, line) for line in error.problems)
+        raise (ValueError(f"{exported}: {problem}") if exported.is_file() else problem) from None
     finally:
         draft.unlink()
 

@@ -1,7 +1,7 @@
-"""Logits of an export beside the trainer's, on real text.
+"""Compare the logits of an export with the trainer's on real text.
 
-An export that was just written is loaded as its users load it, with its own source. The trainer's side is computed layer by
-layer straight from the checkpoint, so that memory holds the export and one layer more.
+A new export is loaded with its own source, as users load it. The trainer's logits are computed layer by layer from the
+checkpoint, so that memory holds the export and one more layer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.conversion.foreign.registry import translate
 from tools.conversion.hf_folder import Tensors, read_config
 from tools.loading.token_data import data_config
 
-# Longer than a chunk of the recurrence, and little enough for a large model on a CPU.
+# Longer than a chunk of the recurrence, short enough for a large model on a CPU.
 LENGTH = 128
 _CHARACTERS = 100_000
 _FEWEST = 32
@@ -39,10 +39,10 @@ class Comparison:
     """Hold the largest differences of logits.
 
     Attributes:
-        converted: export against the trainer's model with the stored weights; both in float32. It must be small.
-        rounded: export against the trainer's float32 weights: what storing in 16 bits changes. 0 extra for float32.
-        largest: largest logit, to see the differences beside.
-        tokens: tokens compared.
+        converted: of the export from the trainer's model with the stored weights, both in float32. It must be small.
+        rounded: of the export from the trainer's model with its float32 weights: the effect of storing 16 bits.
+        largest: the largest logit, for comparison.
+        tokens: number of compared tokens.
     """
 
     converted: float
@@ -54,7 +54,7 @@ class Comparison:
 def compare_logits(
     weights: Weights, config: ModelConfig, folder: Path, tokens: Tensor, dtype: torch.dtype, *, progress: bool = False
 ) -> Comparison:
-    """Compare on `tokens` [batch, length]; `dtype` is that of the stored weights."""
+    """Compare logits on `tokens` [batch, length]. dtype: of the stored weights."""
     theirs = exported_logits(folder, tokens, config, trust_remote_code=True)  # as users load what was just written
     ours = trainer_logits(weights, config, tokens, dtype, progress=progress)
     exact = ours
@@ -88,7 +88,7 @@ def exported_logits(folder: Path, tokens: Tensor, config: ModelConfig, *, trust_
 
 
 def load_export(folder: Path, *, causal: bool, trust_remote_code: bool = False, **options: Any) -> Any:
-    """Return the exported model in evaluation mode, on the CPU, without a word on the screen.
+    """Return the exported model in evaluation mode, on the CPU, without progress output.
 
     Its class is the project's, or the folder's with `trust_remote_code`. Raises ValueError as `check_source`.
     """
@@ -120,8 +120,8 @@ def trainer_logits(
         with torch.device("meta"):
             layer = spec.build()
         names = [name for name, _ in layer.named_parameters()]
-        own = {name: _stored_name(f"{spec.name}.{name}", spec.tied_to) for name in names}
-        state = {name: weights[stored].to(dtype).float() for name, stored in own.items()}
+        stored_names = {name: _stored_name(f"{spec.name}.{name}", spec.tied_to) for name in names}
+        state = {name: weights[stored].to(dtype).float() for name, stored in stored_names.items()}
         layer.load_state_dict(state, strict=False, assign=True)
         hidden = layer.eval()(hidden)
     return hidden
@@ -143,22 +143,22 @@ def _float32_while_running(layer: nn.Module) -> None:
 def real_text(config: Mapping[str, Any], tokenizer: Tokenizer, given: Path | None = None) -> tuple[str, str]:
     """Return about 100 kB of text and its origin: the given file, the run's data, or a module of Python.
 
-    Raises FileNotFoundError for a given file that is not there, ValueError for one that is too short to compare on.
+    Raises FileNotFoundError if the given file is missing, ValueError if it is too short.
     """
     if given is not None:
         text = given.read_text(encoding="utf-8", errors="replace")[:_CHARACTERS]
         if len(tokenizer.encode(text)) < _FEWEST:
-            raise ValueError(f"{given}: {len(text)} characters are too short to compare logits on; name a longer text")
+            raise ValueError(f"{given}: {len(text)} characters are too few to compare logits on; give a longer text")
         return text, str(given)
     for find in (_corpus_text, _token_file_text):
         try:
             text, name = find(config, tokenizer)
-        except (OSError, ValueError, KeyError):  # what a run was trained on need not be on this machine
+        except (OSError, ValueError, KeyError):  # the run's data may be on another machine
             continue
         if len(tokenizer.encode(text)) >= _FEWEST:
             return text, name
-    own = Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py"
-    return own.read_text(encoding="utf-8"), str(own)
+    module = Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py"
+    return module.read_text(encoding="utf-8"), str(module)
 
 
 def counted_rows(config: ModelConfig) -> Tensor:

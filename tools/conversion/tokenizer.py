@@ -1,8 +1,7 @@
 """Export a training tokenizer to files that `AutoTokenizer` loads, with equal ids and without SentencePiece.
 
-Every tokenizer becomes a `tokenizer.json` of Hugging Face tokenizers. What the trainer does not add around a text is not
-added there either: a call gives the ids that the model was trained on. Masked models keep the tokens that their
-classifiers read ([CLS], [SEP]).
+Each tokenizer becomes a `tokenizer.json` of Hugging Face tokenizers. A call returns the ids that the model was trained on,
+without added tokens. Masked models keep the tokens that their classifiers read ([CLS], [SEP]).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from data.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer
 
-# What the trial of `check_same_ids` adds to real text: scripts, runs, controls, characters of one to four bytes.
+# Test texts of `check_same_ids`: scripts, repeated characters, control characters, characters of one to four bytes.
 HARD_TEXTS = (
     "",
     " ",
@@ -27,25 +26,26 @@ HARD_TEXTS = (
 )
 
 
-# Transformers' word for no limit, which other programs compare with: 10**30 as a float has it.
+# Transformers' value for no limit, with which other programs compare: the float 1e30 as an integer.
 NO_LIMIT = int(1e30)
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool, max_length: int = NO_LIMIT) -> dict[str, int]:
     """Write tokenizer.json and tokenizer_config.json into `folder`.
 
-    max_length: tokens that the model saw at once in training; lm-eval's `hf` cuts requests to it, as eval.py does.
+    max_length: the trained sequence length; lm-eval's `hf` truncates requests to it, as eval.py does.
 
     Returns the ids of the special tokens by Transformers' names ("eos", "pad", "bos", "mask", ...).
-    Raises ValueError for a tokenizer that cannot be written so.
+    Raises ValueError for a tokenizer without an equal tokenizer.json.
     """
     import tokenizers
+    from tokenizers import processors
 
     makers = {"bytes": _bytes, "sentencepiece": _sentencepiece, "hf": _json, "wordpiece": _json}
     model = makers[tokenizer.type](tokenizer)
     if causal:
-        # A template there would add tokens that training did not.
-        model.post_processor = _nothing()
+        # A template would add tokens that are not in the training text.
+        model.post_processor = processors.Sequence([])
     end = model.id_to_token(tokenizer.end_of_document_id)
     special = {"eos": end, "bos": end, "pad": end} if causal else {"eos": end}
     known = {"pad": ("[PAD]", "<pad>"), "unk": ("[UNK]", "<unk>"), "mask": ("[MASK]", "<mask>")}
@@ -59,9 +59,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool, max_le
     if not causal:
         if model.get_vocab_size() == tokenizer.mask_id:  # the first row beyond the entries
             model.add_special_tokens([tokenizers.AddedToken("<mask>", special=True, normalized=False)])
-        if (mask := model.id_to_token(tokenizer.mask_id)) is not None:  # ids may have holes, where none can be added
+        if (mask := model.id_to_token(tokenizer.mask_id)) is not None:  # no token can be added to a gap between ids
             special["mask"] = mask
-    # Its own `save` makes no OSError of a full disk.
+    # `tokenizers.Tokenizer.save` raises no OSError on a full disk.
     (folder / "tokenizer.json").write_text(model.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -74,7 +74,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool, max_le
         "padding_side": "left" if causal else "right",
     }
     if tokenizer.type in ("bytes", "sentencepiece"):
-        # These know no names of tokens inside a text; the training text was read so.
+        # As in training, names of special tokens inside a text are plain text.
         config["split_special_tokens"] = True
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     return {role: model.token_to_id(token) for role, token in special.items()}
@@ -84,7 +84,7 @@ _FILES = {"tokenizer.json": "hf", "tokenizer.model": "sentencepiece", "vocab.txt
 
 
 def tokenizer_in(folder: Path) -> Tokenizer | None:
-    """Load the tokenizer of a Hugging Face folder, None where there is none. Raises as `load_tokenizer`."""
+    """Load the tokenizer of a Hugging Face folder, or return None if it has none. Raises as `load_tokenizer`."""
     return next(
         (load_tokenizer(kind, folder / name) for name, kind in _FILES.items() if (folder / name).is_file()), None
     )
@@ -97,12 +97,12 @@ def tokenizer_at(path: Path) -> Tokenizer:
     if tokenizer is None and path.suffix in kinds:
         tokenizer = load_tokenizer(kinds[path.suffix], path)
     if tokenizer is None:
-        raise ValueError(f"--tokenizer {path}: {', '.join(_FILES)}, or a folder with one of them, is allowed")
+        raise ValueError(f"--tokenizer {path}: allowed are {', '.join(_FILES)} and a folder with one of them")
     return tokenizer
 
 
 def check_same_ids(tokenizer: Tokenizer, folder: Path, texts: Sequence[str]) -> int:
-    """Load `folder` with AutoTokenizer and compare its ids with the trainer's on `texts` and on hard ones.
+    """Load `folder` with AutoTokenizer and compare its ids with the trainer's on HARD_TEXTS and `texts`.
 
     Returns the number of tokens compared. Raises ValueError with the first text that differs.
     """
@@ -118,22 +118,18 @@ def check_same_ids(tokenizer: Tokenizer, folder: Path, texts: Sequence[str]) -> 
                 (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
             )
             raise ValueError(
-                f"{folder}: the exported tokenizer writes {tokenizer.decode(ours[max(0, at - 3) : at + 6])!r} as "
+                f"{folder}: the exported tokenizer encodes {tokenizer.decode(ours[max(0, at - 3) : at + 6])!r} as "
                 f"{theirs[at : at + 6]}, the trainer's as {ours[at : at + 6]}; this tokenizer cannot be exported"
             )
         count += len(ours)
     return count
 
 
-def _nothing() -> Any:
-    from tokenizers.processors import Sequence as ProcessorSequence
-
-    return ProcessorSequence([])
-
-
 def _bytes(tokenizer: Tokenizer) -> Any:
-    """Every byte is an entry, under GPT-2's name for it (Radford et al. 2019): bytes that are no UTF-8 decode to U+FFFD each
-    by itself. Byte fallback would make one of all of a text that ends inside a character."""
+    """Return a tokenizer whose entries are the bytes under GPT-2's names (Radford et al. 2019).
+
+    Each byte that is not UTF-8 decodes to one U+FFFD. Byte fallback would decode several such bytes to a single one.
+    """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -161,8 +157,8 @@ def _json(tokenizer: Tokenizer) -> Any:
 def _sentencepiece(tokenizer: Tokenizer) -> Any:
     """Convert the pieces to BPE merges or Unigram scores (Kudo and Richardson 2018, arXiv 1808.06226).
 
-    Spaces inside pieces are spaces here and not U+2581, so that this character, where a text has it, is its bytes, as
-    the trainer writes it. A model that puts a space before every text cannot tell the two apart and does so here too.
+    Spaces inside pieces stay spaces, not U+2581, so that U+2581 in a text becomes its bytes, as in the trainer. A model that
+    adds a space before each text does not distinguish the two characters, here and in the trainer.
     """
     import sentencepiece.sentencepiece_model_pb2 as pb2
     import tokenizers
@@ -187,16 +183,15 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
         core = models.BPE(vocab=vocab, merges=merges, byte_fallback=has_bytes, unk_token=unknown, fuse_unk=True)
     elif spec.model_type == spec.UNIGRAM:
         normal = [entry.type == kinds.NORMAL for entry in proto.pieces]
-        # SentencePiece finds the others (<unk>, <0x41>, the end of a document) in no text. Here they are found and cost more
-        # than their characters one by one.
-        never = max(map(len, pieces)) * min(entry.score for entry in proto.pieces) - 1
+        # SentencePiece never matches the other pieces (<unk>, <0x41>, the end of a document). Here a score below that of
+        # their single characters excludes them.
+        excluded = max(map(len, pieces)) * min(entry.score for entry in proto.pieces) - 1
         scores = [
-            (piece, entry.score if is_normal else never)
+            (piece, entry.score if is_normal else excluded)
             for piece, entry, is_normal in zip(pieces, proto.pieces, normal, strict=True)
         ]
         core = models.Unigram(scores, unk_id=pieces.index(unknown), byte_fallback=has_bytes)
-        # A character that is in no normal piece costs more again, so the text is cut at every run of such, which is one unknown
-        # piece or its bytes.
+        # The text is split at each run of characters that no normal piece has; the run is one unknown piece or its bytes.
         known = {c for piece, is_normal in zip(pieces, normal, strict=True) if is_normal for c in piece}
         unknowns = Regex(f"[^{_ranges(known)}]+")
     else:
@@ -207,17 +202,17 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
     whole = [p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type == kinds.USER_DEFINED]
     if whole and (rules.remove_extra_whitespaces or not plain):
         raise ValueError(
-            f"{tokenizer.path} has user-defined symbols ({whole[0]}) and adds or removes spaces at the ends of a text; in "
-            "JSON it would at the ends of every part between symbols: it cannot be written so"
+            f"{tokenizer.path} has user-defined symbols ({whole[0]}) and adds or removes spaces at the ends of a text. A "
+            "tokenizer.json would do so at the ends of each part between symbols: this tokenizer cannot be exported"
         )
     steps: list[Any] = []
     if rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
-        # Spaces alone, and at the end what stands for one.
+        # At the end U+2581 counts as a space too.
         ends = Regex("\\A +|[ \u2581]+\\z")
         steps += [normalizers.Replace(ends, ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if plain and not has_bytes:  # the trainer's cannot tell the two apart either
+    if plain and not has_bytes:  # the trainer does not distinguish the two characters either
         steps.append(normalizers.Replace("\u2581", " "))
     if not plain:
         if spec.treat_whitespace_as_suffix:
@@ -225,11 +220,11 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
         steps += [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     if steps:
         model.normalizer = normalizers.Sequence(steps)
-    back: list[Any] = [] if plain else [decoders.Replace("\u2581", " ")]
-    back += [decoders.ByteFallback(), decoders.Fuse()]
+    decoding: list[Any] = [] if plain else [decoders.Replace("\u2581", " ")]
+    decoding += [decoders.ByteFallback(), decoders.Fuse()]
     if not plain:
-        back.append(decoders.Strip(content=" ", left=1))
-    model.decoder = decoders.Sequence(back)
+        decoding.append(decoders.Strip(content=" ", left=1))
+    model.decoder = decoders.Sequence(decoding)
     controls = [
         p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type in (kinds.CONTROL, kinds.UNKNOWN)
     ]

@@ -45,9 +45,9 @@ def train_together(
         end: time limit as a value of time.monotonic.
 
     Returns:
-        Per run `accuracy` and `perplexity` after `scored_epoch` (see `Run.scored`), `best_accuracy`, `history`, `loss`
-        (mean of the last epoch), `epochs`, `steps`, `stopped` (reason for an early end, or None), `graph` (True, or the
-        reason for no graph), times in seconds. A loss or perplexity that is not finite is None.
+        One dictionary per run. `accuracy` and `perplexity` are those after `scored_epoch` (see `Run.scored`). `loss` is the
+        mean of the last epoch. `stopped` is the reason for an early end, or None. `graph` is True, or the reason for no
+        graph. Times are in seconds. A loss or perplexity that is not finite is None.
 
     Raises:
         TimeUpError: the time limit has passed at the end of an epoch that is not the last.

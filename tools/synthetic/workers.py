@@ -267,7 +267,7 @@ class Trainer:
 
 
 def prepare_kernels(device: Any) -> None:
-    """On CUDA use one configuration per flash-linear-attention kernel: autotuning takes minutes per shape and process."""
+    """Use on CUDA one configuration per flash-linear-attention kernel: autotuning takes minutes per shape and process."""
     if device.type == "cuda":
         from tools.loading.triton_autotune import without_tuning
 

@@ -1,4 +1,4 @@
-"""Tables and figures of a comparison from results made by hand."""
+"""Check tables and figures of a comparison with given results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tools.reporting.style import series_style
 from tools.reporting.tables import markdown_table
 
 
-def test_figures_show_the_values_that_their_labels_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves: mean and range of the seeds; scaling: parameters without embeddings; sources: minus the reference, largest size."""
+def test_figures_show_curves_scaling_and_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw mean and range of the seeds, loss against parameters, and the largest size minus the reference."""
     drawn: dict[str, Any] = {}
 
     def keep(figure: Any, out: Path) -> None:
@@ -36,9 +36,9 @@ def test_figures_show_the_values_that_their_labels_name(monkeypatch: pytest.Monk
                 results.append(Result(run, curve, curve[-1], 20, 1.0))
     draw(results, rows, Path(), "T", "a")
     (scaling,) = drawn["scaling"].axes
-    found = {container.get_label(): container for container in scaling.containers}
+    series = {container.get_label(): container for container in scaling.containers}
     for label, loss in (("A", 2.3), ("B", 1.3)):
-        line, _, (bars,) = found[label]
+        line, _, (bars,) = series[label]
         assert line.get_xdata().tolist() == [100, 400]
         assert line.get_ydata().tolist() == pytest.approx([loss, loss])
         assert [y for _, y in bars.get_segments()[0]] == pytest.approx([loss - 0.2, loss + 0.2])
@@ -50,11 +50,11 @@ def test_figures_show_the_values_that_their_labels_name(monkeypatch: pytest.Monk
     assert container[0].get_xdata().tolist() == pytest.approx([-1.1, -3.0])
     assert [round(x, 6) for x, _ in container[2][0].get_segments()[0]] == [-1.2, -1.0]
     assert sources.get_title(loc="left") == "T, large"
-    # In the large size there is nothing to stand beside A yet.
+    # In the large size only A is complete.
     drawn.clear()
     draw(results, [row for row in rows if (row.model, row.size) != ("b", "large")], Path(), "T", "a")
     assert set(drawn) == {"results", "scaling"}
-    # A third model is complete in the large size alone.
+    # A third model is complete only in the large size.
     late = Row("c", "C", "large", 1400, 400, {"loss": {1: 4.0}})
     way = [{"tokens": 10, "loss": 9.0}, {"tokens": 20, "loss": 4.0}]
     alone: Any = SimpleNamespace(model="c", size="large")
@@ -76,8 +76,8 @@ def test_figures_show_the_values_that_their_labels_name(monkeypatch: pytest.Monk
     assert seeds == {0: pytest.approx([1.1, 1.5]), 1: pytest.approx([2.1, 2.5])}
 
 
-def test_the_ends_and_the_way_there_of_masked_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Percent of tokens found; the lowest loss on top; the way: at the validations that all complete seeds have."""
+def test_figures_of_masked_models_show_accuracies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw accuracies in percent, the lowest loss on top, and curves at the validations that all complete seeds have."""
     drawn: dict[str, Any] = {}
     monkeypatch.setattr("tools.reporting.style.save_figure", lambda figure, out: drawn.setdefault(out.stem, figure))
     rows, results = [], []
@@ -101,7 +101,7 @@ def test_the_ends_and_the_way_there_of_masked_models(monkeypatch: pytest.MonkeyP
         0: 12.5,
         1: 37.5,
     }
-    (line,) = way.lines  # of b there is the end alone
+    (line,) = way.lines  # b has only its last validation
     assert line.get_xdata().tolist() == [20, 30]
     assert line.get_ydata().tolist() == pytest.approx([25.0, 37.5])
     (band,) = way.collections
@@ -110,7 +110,7 @@ def test_the_ends_and_the_way_there_of_masked_models(monkeypatch: pytest.MonkeyP
     assert way.xaxis.get_major_formatter()(2.5e6) == "2.5 M"
 
 
-def test_a_masked_model_beside_a_causal_one_is_drawn_by_its_loss(tmp_path: Path) -> None:
+def test_masked_and_causal_models_are_drawn_by_their_loss(tmp_path: Path) -> None:
     rows = [
         Row("a", "A", "", 1, 1, {"loss": {1: 2.0}, "accuracy": {1: 0.5}}),
         Row("b", "B", "", 1, 1, {"loss": {1: 1.0}}),
@@ -146,14 +146,14 @@ def test_eighteen_models_have_different_styles(tmp_path: Path) -> None:
     assert draw([], [one], tmp_path, "T", None) == [tmp_path / "results.png"]
 
 
-def test_a_bar_in_a_name_is_no_column() -> None:
+def test_pipe_in_a_name_is_escaped() -> None:
     head, _, line = markdown_table(["model", "loss"], [["a|b", "1"]], aligned=True).splitlines()
     assert line == r"| a\|b  |    1 |"
     assert len(head) == len(line)
 
 
 def test_differences_are_paired_by_seed() -> None:
-    """Over the seeds that both have; one alone has no error."""
+    """Use the seeds that both models have. One pair has no error."""
     one, other, third = (
         Row(name, name, "", 1, 1, {"loss": values})
         for name, values in (("a", {1: 2.0, 2: 3.0, 3: 5.0}), ("b", {1: 1.0, 4: 0.0, 2: 1.0}), ("c", {3: 4.0}))

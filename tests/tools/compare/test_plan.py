@@ -43,7 +43,7 @@ def comparison(**changes) -> Comparison:
     return Comparison.model_validate(values | changes)
 
 
-def test_every_model_size_and_seed_once_with_the_right_values() -> None:
+def test_plan_has_each_model_size_and_seed_once() -> None:
     runs = plan_runs(comparison(), overrides=["optimizer.lr=2e-3"])
     assert len(runs) == 8
     assert len({run.folder for run in runs}) == 8
@@ -69,7 +69,7 @@ def test_every_model_size_and_seed_once_with_the_right_values() -> None:
     ]
 
 
-def test_a_seed_that_is_given_twice_is_one_run() -> None:
+def test_duplicate_seed_is_one_run() -> None:
     assert [run.seed for run in plan_runs(comparison(sizes={"": {}}), models=["metala"], seeds=[3, 3, 5])] == [3, 5]
     assert len(plan_runs(comparison(seeds=[1, 1]))) == 4
 
@@ -85,7 +85,7 @@ def test_two_runs_of_one_name_are_refused() -> None:
     assert len(plan_runs(comparison(models=models, sizes=sizes), sizes=["m"])) == 4
 
 
-def test_what_lies_over_what(tmp_path: Path) -> None:
+def test_order_of_overrides(tmp_path: Path) -> None:
     for name, lr in (("file", 1e-1), ("data", 2e-1), ("own", 3e-1)):
         (tmp_path / f"{name}.yml").write_text(f"optimizer: {{lr: {lr}}}\n")
     base = {key: value for key, value in CONFIG.items() if key != "optimizer"}
@@ -109,7 +109,7 @@ def test_what_lies_over_what(tmp_path: Path) -> None:
     assert lr(**more) == 6e-1
 
 
-def test_the_written_file_is_the_run(tmp_path: Path) -> None:
+def test_run_file_gives_the_planned_configuration(tmp_path: Path) -> None:
     """`python train.py run.yml` trains what the plan holds."""
     run = plan_runs(comparison(), models=["retnet"], sizes=["m"], seeds=[2])[0]
     file = tmp_path / "run.yml"
@@ -122,7 +122,7 @@ def test_the_written_file_is_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["gla", "retnet", "mamba2", "lion", "attention", "hgrn2"])
-def test_the_width_is_the_nearest(mixer: str) -> None:
+def test_width_is_the_nearest_multiple(mixer: str) -> None:
     config = ModelConfig(**TINY, mixers=(mixer,))
     wanted = count_parameters(ModelConfig(**TINY, intermediate_size=416)) - 320 * 64
     width = equal_width(config, wanted, multiple=8, tolerance=0.1)
@@ -135,7 +135,7 @@ def test_the_width_is_the_nearest(mixer: str) -> None:
     assert distance(width) <= min(distance(width - 8), distance(width + 8))
 
 
-def test_the_width_leaves_both_tables_of_untied_embeddings_out() -> None:
+def test_width_excludes_untied_embeddings() -> None:
     tied = ModelConfig(**TINY, mixers=("retnet",))
     body = count_parameters(tied) - 320 * 64
     assert equal_width(replace(tied, tie_embeddings=False), body) == equal_width(tied, body) == tied.mlp_width
@@ -162,7 +162,7 @@ def test_equal_parameters_of_every_model_and_size() -> None:
         plan_runs(comparison(equal_parameters={**equal, "tolerance": 0.001, "multiple": 128}))
 
 
-def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
+def test_invalid_comparisons_are_refused(tmp_path: Path, capsys) -> None:
     with pytest.raises(ValueError, match="--models gla is not in the comparison; allowed are metala, retnet"):
         plan_runs(comparison(), models=["gla"])
     with pytest.raises(ConfigError, match=r"optimizer.lrr"):

@@ -28,7 +28,7 @@ WORDS = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "l
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A working folder with a comparison of two tiny models, two sizes and two seeds, on documents of two sources."""
+    """Make a working folder with a comparison of two tiny models, two sizes and two seeds, on documents of two sources."""
     folder = tmp_path_factory.mktemp("compare")
     draw = random.Random(0)
     lines = [
@@ -63,7 +63,7 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def test_from_the_file_to_the_table_with_runs_that_fail_on_the_way(place: Path, monkeypatch, capsys) -> None:
+def test_comparison_continues_after_failed_runs(place: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
     words = ["tiny.yml", "--devices", "cpu", "--workers", "2"]
     folder = Path("runs/tiny")
@@ -111,7 +111,7 @@ def test_from_the_file_to_the_table_with_runs_that_fail_on_the_way(place: Path, 
 
 
 @pytest.mark.parametrize(
-    ("words", "workers"), [(["cpu"], 1), (["cpu", "--workers", "2"], 2), (["0"], 3)], ids=["CPU", "asked for", "GPU"]
+    ("words", "workers"), [(["cpu"], 1), (["cpu", "--workers", "2"], 2), (["0"], 3)], ids=["CPU", "two workers", "GPU"]
 )
 def test_the_workers_of_the_file_are_for_gpus(
     place: Path, tmp_path: Path, monkeypatch, words: list[str], workers: int
@@ -131,7 +131,7 @@ def test_the_workers_of_the_file_are_for_gpus(
     assert given["tune_kernels"] is False
 
 
-def test_devices_are_those_asked_for_or_those_that_are_visible(monkeypatch) -> None:
+def test_devices_are_the_given_or_the_visible_ones(monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert _devices([1, "cpu"]) == ["1", "cpu"]
@@ -149,7 +149,7 @@ def test_devices_are_those_asked_for_or_those_that_are_visible(monkeypatch) -> N
     assert _devices(None) == ["cpu"]
 
 
-def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
+def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
     words = [
         "tiny.yml",
@@ -207,8 +207,8 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     assert f"was trained to step {steps + 4}, but the comparison ends at {steps}" in capsys.readouterr().err
 
 
-def test_run_that_diverged_fails_and_spoils_no_other(place: Path, monkeypatch, capsys) -> None:
-    """A learning rate of 1e20 gives losses that are not finite; such a run ends with an error and has no summary."""
+def test_diverged_run_fails_alone(place: Path, monkeypatch, capsys) -> None:
+    """End a run whose losses are not finite (learning rate 1e20) with an error and without a summary."""
     monkeypatch.chdir(place)
     content = yaml.safe_load((place / "tiny.yml").read_text())
     content["models"]["metala"]["config"]["optimizer"] = {"lr": 1e20}
@@ -222,7 +222,7 @@ def test_run_that_diverged_fails_and_spoils_no_other(place: Path, monkeypatch, c
     assert all(name.startswith("softmax") for name in complete)
 
 
-def test_runs_go_out_seed_by_seed_and_the_longest_first(place: Path, tmp_path: Path, monkeypatch) -> None:
+def test_runs_are_sorted_by_seed_and_longest_first(place: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(place)
     runs = [replace(run, folder=tmp_path / run.name) for run in plan_runs(read_comparison(Path("tiny.yml")))]
     served: list[tuple[str, bool]] = []

@@ -30,7 +30,7 @@ def exported(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def write_run(run: Path, overrides: list[str], files: list[str], seed: int = 0, noise: bool = True) -> LanguageModel:
-    """A run's folder with a checkpoint of an untrained model, every parameter away from its start."""
+    """Write a run folder with the checkpoint of an untrained model, whose parameters have added noise."""
     required = ["batch.micro_batch_size=2", "batch.global_batch_size=2", "optimizer.lr=1e-3", "schedule.train_steps=4"]
     config = load_config(
         files,

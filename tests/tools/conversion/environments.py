@@ -1,4 +1,4 @@
-"""Environments that hold torch and transformers and nothing of this project, beside the repository and kept.
+"""Build environments with torch and transformers and without this project, and keep them outside the repository.
 
     python tests/tools/conversion/environments.py          builds what is missing (2 x 1.5 GB, a few minutes)
 
@@ -21,19 +21,19 @@ SERVING = "serving"
 
 
 def environment(name: str) -> Path:
-    """The folder of an environment, there or not."""
+    """Return the folder of an environment, which may not exist."""
     home = Path(os.environ.get("METALION_ENVIRONMENTS", Path.home() / ".cache" / "metalion"))
     return home / (SERVING if name == SERVING else f"transformers-{VERSIONS[name]}")
 
 
 def python_of(name: str) -> Path | None:
-    """The interpreter of a finished environment, or None."""
+    """Return the interpreter of a finished environment, or None."""
     folder = environment(name)
     return folder / "bin" / "python" if (folder / "complete").is_file() else None
 
 
 def build(name: str) -> None:
-    """Make an environment; a pip that fails leaves none behind."""
+    """Build an environment. After a failure of pip it counts as absent."""
     folder = environment(name)
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -51,7 +51,7 @@ def build(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for wanted in (*VERSIONS, SERVING):
-        if python_of(wanted) is None:
-            print(f"building {environment(wanted)}", flush=True)
-            build(wanted)
+    for name in (*VERSIONS, SERVING):
+        if python_of(name) is None:
+            print(f"building {environment(name)}", flush=True)
+            build(name)

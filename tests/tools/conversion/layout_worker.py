@@ -1,4 +1,4 @@
-"""One of two processes: trains two steps in every layout of two, saves, and says the loss that the trainer then has."""
+"""Train two steps in each layout of two processes, save, and write the losses of a further batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def micro_batches(seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def main(out: Path) -> None:
-    said = {}
+    losses = {}
     for name, parallel in LAYOUTS.items():
         sizes = {key: parallel[key] for key in ("tensor", "pipeline") if key in parallel}
         config = load_config(
@@ -59,10 +59,10 @@ def main(out: Path) -> None:
             step=2, state={"step": 2}, config_yaml=dump_config(config)
         )
         nll, weight, _ = engine.evaluate(own(micro_batches(9), grid))
-        said[name] = nll / weight
+        losses[name] = nll / weight
         engine.close()
         if grid.is_main:
-            (out / "losses.json").write_text(json.dumps(said))
+            (out / "losses.json").write_text(json.dumps(losses))
 
 
 if __name__ == "__main__":

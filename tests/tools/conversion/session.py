@@ -1,9 +1,9 @@
-"""What a user does with an export, as one program that imports torch and transformers and nothing of this project.
+"""Use an export as a user does, in one program that imports only torch and transformers.
 
     python session.py CAUSAL_EXPORT MASKED_EXPORT REFERENCE [--clean] [--compile]
 
-REFERENCE is a safetensors file with what the trainer's side says: `ids`, `logits` and greedy `continuation` for the text
-in its metadata, and `masked_ids`, `masked_logits`. `--clean` checks that nothing else could have been used.
+REFERENCE is a safetensors file of the trainer's values: `ids`, `logits` and greedy `continuation` of the text in its
+metadata, and `masked_ids`, `masked_logits`. `--clean` checks that no other package is installed.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def main() -> None:
     causal, masked, reference = sys.argv[1:4]
     if "--clean" in sys.argv:
         for name in ("models", "megatron_lite", "sentencepiece", "fla", "triton", "datasets", "deepspeed", "google"):
-            assert importlib.util.find_spec(name) is None, f"{name} is installed here: this is no clean environment"
+            assert importlib.util.find_spec(name) is None, f"{name} is installed: this environment is not clean"
     with safe_open(reference, framework="pt") as file:
-        wanted = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         text = file.metadata()["text"]
     for folder in (causal, masked):
         for source in Path(folder).glob("*.py"):
             check_imports(source)  # as for a download from the hub, file by file
-    load_and_generate(causal, text, wanted)
-    save_again(causal, wanted)
-    spread_over_devices(causal, wanted)
+    load_and_generate(causal, text, expected)
+    save_again(causal, expected)
+    spread_over_devices(causal, expected)
     fine_tune(causal)
-    masked_model(masked, wanted)
+    masked_model(masked, expected)
     classify(causal)
     classify(masked)
     if "--compile" in sys.argv:
-        compiled(causal, wanted)
+        compiled(causal, expected)
     print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__, "passed": True}))
 
 
@@ -57,23 +57,23 @@ def load(folder: str, auto: type = AutoModelForCausalLM, **options: object) -> t
     return auto.from_pretrained(folder, trust_remote_code=True, **options).eval()
 
 
-def near(got: torch.Tensor, wanted: torch.Tensor, what: str, tolerance: float = 1e-4) -> None:
-    difference = (got.float() - wanted).abs().max().item()
+def near(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = 1e-4) -> None:
+    difference = (actual.float() - expected).abs().max().item()
     print(f"{what}: largest difference {difference:.1e}")
     assert difference <= tolerance, what
 
 
 @torch.no_grad()
-def load_and_generate(folder: str, text: str, wanted: dict[str, torch.Tensor]) -> None:
+def load_and_generate(folder: str, text: str, expected: dict[str, torch.Tensor]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = load(folder)
     ids = tokenizer(text, return_tensors="pt")
-    assert torch.equal(ids["input_ids"], wanted["ids"]), "the tokenizer's ids"
+    assert torch.equal(ids["input_ids"], expected["ids"]), "the tokenizer's ids"
     assert tokenizer.decode(ids["input_ids"][0]) == text
-    near(model(**ids).logits, wanted["logits"], "logits")
-    new = wanted["continuation"].shape[1]
-    made = model.generate(**ids, max_new_tokens=new, do_sample=False, eos_token_id=None)
-    assert torch.equal(made[:, ids["input_ids"].shape[1] :], wanted["continuation"]), "greedy generation"
+    near(model(**ids).logits, expected["logits"], "logits")
+    new = expected["continuation"].shape[1]
+    generated = model.generate(**ids, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    assert torch.equal(generated[:, ids["input_ids"].shape[1] :], expected["continuation"]), "greedy generation"
 
     batch = tokenizer([text, text[:7], "def "], return_tensors="pt", padding=True)
     together = model.generate(**batch, max_new_tokens=8, do_sample=False, eos_token_id=None)
@@ -99,38 +99,38 @@ def load_and_generate(folder: str, text: str, wanted: dict[str, torch.Tensor]) -
         eos_token_id=None,
     )
     whole = model.generate(**ids, max_new_tokens=10, do_sample=False, eos_token_id=None)
-    assert torch.equal(more, whole), "generation that goes on from a cache"
-    said = pipeline("text-generation", model=model, tokenizer=tokenizer)(
+    assert torch.equal(more, whole), "generation that continues from a cache"
+    texts = pipeline("text-generation", model=model, tokenizer=tokenizer)(
         ["def ", text], max_new_tokens=8, do_sample=False, batch_size=2
     )
-    assert said[0][0]["generated_text"].startswith("def "), "pipeline"
-    print("pipeline:", repr(said[0][0]["generated_text"]))
+    assert texts[0][0]["generated_text"].startswith("def "), "pipeline"
+    print("pipeline:", repr(texts[0][0]["generated_text"]))
 
 
-def save_again(folder: str, wanted: dict[str, torch.Tensor]) -> None:
+def save_again(folder: str, expected: dict[str, torch.Tensor]) -> None:
     model = load(folder)
     with tempfile.TemporaryDirectory() as again:
         model.save_pretrained(again, max_shard_size="200KB")
         back = load(again)
-        before, after = model.state_dict(), back.state_dict()
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before), "save_pretrained and load again"
+        saved, loaded = model.state_dict(), back.state_dict()
+        assert saved.keys() == loaded.keys()
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved), "save_pretrained and load again"
         ignored = {"_name_or_path", "transformers_version"}
         was, is_now = ({k: v for k, v in m.config.to_dict().items() if k not in ignored} for m in (model, back))
         was["auto_map"], is_now["auto_map"] = (
             {auto: name.rpartition("--")[2] for auto, name in c["auto_map"].items()} for c in (was, is_now)
         )
         assert was == is_now, (was, is_now)
-        near(back(wanted["ids"]).logits, wanted["logits"], "after save and load")
+        near(back(expected["ids"]).logits, expected["logits"], "after save and load")
 
 
 @torch.no_grad()
-def spread_over_devices(folder: str, wanted: dict[str, torch.Tensor]) -> None:
-    near(load(folder, device_map="auto")(wanted["ids"]).logits, wanted["logits"], "device_map=auto")
+def spread_over_devices(folder: str, expected: dict[str, torch.Tensor]) -> None:
+    near(load(folder, device_map="auto")(expected["ids"]).logits, expected["logits"], "device_map=auto")
     with tempfile.TemporaryDirectory() as offload:
         devices = {"embedding": "cpu", "blocks.0": "cpu", "blocks.1": "disk", "head": "cpu"}
         model = load(folder, device_map=devices, offload_folder=offload)
-        near(model(wanted["ids"]).logits, wanted["logits"], "one block on the disk")
+        near(model(expected["ids"]).logits, expected["logits"], "one block on the disk")
 
 
 def fine_tune(folder: str) -> None:
@@ -166,11 +166,11 @@ def fine_tune(folder: str) -> None:
 
 
 @torch.no_grad()
-def masked_model(folder: str, wanted: dict[str, torch.Tensor]) -> None:
+def masked_model(folder: str, expected: dict[str, torch.Tensor]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = load(folder, AutoModelForMaskedLM)
-    near(model(wanted["masked_ids"]).logits, wanted["masked_logits"], "masked model")
-    assert load(folder, AutoModel)(wanted["masked_ids"]).last_hidden_state.shape[-1] == model.config.hidden_size
+    near(model(expected["masked_ids"]).logits, expected["masked_logits"], "masked model")
+    assert load(folder, AutoModel)(expected["masked_ids"]).last_hidden_state.shape[-1] == model.config.hidden_size
     assert tokenizer.convert_ids_to_tokens(tokenizer("the cat")["input_ids"]) == ["[CLS]", "the", "cat", "[SEP]"]
     guesses = pipeline("fill-mask", model=model, tokenizer=tokenizer)("the [MASK] sat on the mat.", top_k=3)
     assert len(guesses) == 3, "fill-mask pipeline"
@@ -179,7 +179,7 @@ def masked_model(folder: str, wanted: dict[str, torch.Tensor]) -> None:
 def classify(folder: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = load(folder, AutoModelForSequenceClassification, num_labels=3).train()
-    assert 0.01 < model.score.weight.std() < 0.04, "a new classifier is drawn, not left as memory was"
+    assert 0.01 < model.score.weight.std() < 0.04, "a new classifier is initialized"
     batch = tokenizer(["the cat sat", "the dog"], return_tensors="pt", padding=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -193,8 +193,8 @@ def classify(folder: str) -> None:
 
 
 @torch.no_grad()
-def compiled(folder: str, wanted: dict[str, torch.Tensor]) -> None:
-    near(torch.compile(load(folder))(wanted["ids"]).logits, wanted["logits"], "torch.compile")
+def compiled(folder: str, expected: dict[str, torch.Tensor]) -> None:
+    near(torch.compile(load(folder))(expected["ids"]).logits, expected["logits"], "torch.compile")
 
 
 if __name__ == "__main__":

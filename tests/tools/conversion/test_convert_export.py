@@ -1,4 +1,4 @@
-"""An export is the trainer's model: same weights, same logits, same tokens, whole or not there."""
+"""Check that exports have the trainer's weights, logits and tokens, and are complete or absent."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ from tools.evaluation.open_model import locate_model
 from tools.evaluation.request import EvaluationRequest
 
 
-def test_logits_are_the_trainers(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exported_logits_equal_the_trainers(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", str(trained_run), str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    difference = float(said.split("largest difference to the trainer's ")[1].split()[0])
+    captured = capsys.readouterr().out
+    difference = float(captured.split("largest difference to the trainer's ")[1].split()[0])
     assert difference <= 1e-5
-    assert "same ids on" in said
+    assert "same ids on" in captured
 
 
-def test_weights_are_the_trainers(trained_run: Path, exported: Path) -> None:
+def test_exported_weights_equal_the_trainers(trained_run: Path, exported: Path) -> None:
     stored = load_file(exported / "model.safetensors")
     weights = read_weights(trained_run)
     assert stored.keys() == weights.keys()
@@ -45,20 +47,20 @@ def test_weights_are_the_trainers(trained_run: Path, exported: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_sixteen_bits(
+def test_export_in_sixteen_bits_rounds_the_weights(
     dtype: str, kind: torch.dtype, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
     assert main(["export", str(trained_run), str(folder), "--dtype", dtype]) == 0
-    said = capsys.readouterr().out
-    assert float(said.split("difference to the trainer's ")[1].split()[0]) <= 1e-5
-    assert 1e-4 < float(said.split("itself changes logits by up to ")[1].split()[0]) < 1
+    captured = capsys.readouterr().out
+    assert float(captured.split("difference to the trainer's ")[1].split()[0]) <= 1e-5
+    assert 1e-4 < float(captured.split("itself changes logits by up to ")[1].split()[0]) < 1
     weights = read_weights(trained_run)
     assert all(torch.equal(t, weights[name].to(kind)) for name, t in load_file(folder / "model.safetensors").items())
     assert load_export(folder, causal=True).dtype == kind
 
 
-def test_shards(trained_run: Path, exported: Path, tmp_path: Path) -> None:
+def test_large_weights_are_sharded(trained_run: Path, exported: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     assert main(["export", str(trained_run), str(folder), "--max-shard-size", "100KB"]) == 0
     files = sorted(folder.glob("model-*-of-*.safetensors"))
@@ -68,17 +70,17 @@ def test_shards(trained_run: Path, exported: Path, tmp_path: Path) -> None:
     whole = load_file(exported / "model.safetensors")
     assert index["weight_map"].keys() == whole.keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
-    room = 0
+    free_bytes = 0
     for file in files:
         tensors = load_file(file)
         assert sum(t.nbytes for t in tensors.values()) <= 100_000 or len(tensors) == 1
         first = next(t for name, t in whole.items() if name in tensors)
-        assert first.nbytes > room, "a file ends where the next tensor does not fit"
-        room = 100_000 - sum(t.nbytes for t in tensors.values())
+        assert first.nbytes > free_bytes, "the next tensor does not fit into the file"
+        free_bytes = 100_000 - sum(t.nbytes for t in tensors.values())
         assert all(torch.equal(t, whole[name]) for name, t in tensors.items())
 
 
-def test_what_config_and_generation_say(exported: Path, masked_export: Path) -> None:
+def test_config_and_generation_config_of_an_export(exported: Path, masked_export: Path) -> None:
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     config = json.loads((exported / "config.json").read_text())
     assert config.items() >= {**ids, "dtype": "float32", "vocab_size": 512, "num_layers": 2}.items()
@@ -89,7 +91,7 @@ def test_what_config_and_generation_say(exported: Path, masked_export: Path) -> 
     assert not (masked_export / "generation_config.json").exists()
 
 
-def test_a_tokenizer_that_is_larger_than_the_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "model.vocab_size=128"]
     write_run(tmp_path / "run", words, ["configs/model/metala_tiny.yml"])
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
@@ -97,36 +99,38 @@ def test_a_tokenizer_that_is_larger_than_the_embedding(tmp_path: Path, capsys: p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_text_that_is_too_short_to_compare_on(
+def test_text_too_short_for_a_comparison_is_refused(
     trained_run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text("short")
     for words in (["export", str(trained_run)], ["import", str(exported)]):
         assert main([*words, str(tmp_path / "out"), "--text", str(tmp_path / "text")]) == 2
-        assert "5 characters are too short to compare logits on" in capsys.readouterr().err
+        assert "5 characters are too few to compare logits on" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 
 
-def test_a_target_that_exists(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_folder_is_replaced_only_with_overwrite_and_if_an_export(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     arguments = ["export", str(trained_run), str(folder)]
-    assert main(arguments) == 0, "nothing is in it"
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert main(arguments) == 0, "an empty folder is a valid target"
+    previous = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert main(arguments) == 2
-    assert "exists: name another folder, or replace it with --overwrite" in capsys.readouterr().err
-    assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert "exists: give another folder, or replace it with --overwrite" in capsys.readouterr().err
+    assert previous == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     (folder / "stale.txt").touch()
     assert main([*arguments, "--overwrite"]) == 0
     assert not (folder / "stale.txt").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left aside"
-    run = shutil.copytree(trained_run, folder / "run")  # an import of it, say, that was trained
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "no temporary folder remains"
+    run = shutil.copytree(trained_run, folder / "run")
     assert main(["export", str(run), str(folder), "--overwrite"]) == 2
-    assert "step_00000030 lies in" in capsys.readouterr().err
+    assert "step_00000030 is inside" in capsys.readouterr().err
     assert run.is_dir()
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").touch()
-    for content in (None, "", "[]", "{}"):  # nothing that says what the folder is
+    for content in (None, "", "[]", "{}"):  # no valid model_type
         if content is not None:
             (tmp_path / "photos" / "config.json").write_text(content)
         assert main(["export", str(trained_run), str(tmp_path / "photos"), "--overwrite"]) == 2
@@ -134,10 +138,10 @@ def test_a_target_that_exists(trained_run: Path, tmp_path: Path, capsys: pytest.
     assert (tmp_path / "photos" / "one.jpg").exists()
 
 
-def test_over_the_tolerance_it_fails_and_deletes_nothing(
+def test_difference_over_the_tolerance_exits_with_1_and_keeps_the_export(
     trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An export whose weights go wrong on the way to the disk."""
+    """Change weights while they are written."""
     write = exporting.write_tensors
 
     def wrong(path: Path, shapes: Any, tensors: Any, **more: Any) -> None:
@@ -145,13 +149,13 @@ def test_over_the_tolerance_it_fails_and_deletes_nothing(
 
     monkeypatch.setattr(exporting, "write_tensors", wrong)
     assert main(["export", str(trained_run), str(tmp_path / "out")]) == 1
-    said = capsys.readouterr()
-    assert float(said.out.split("difference to the trainer's ")[1].split()[0]) > 1e-4
-    assert "over the tolerance of 0.0001" in said.err
+    captured = capsys.readouterr()
+    assert float(captured.out.split("difference to the trainer's ")[1].split()[0]) > 1e-4
+    assert "over the tolerance of 0.0001" in captured.err
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_disk_that_is_full_leaves_nothing(
+def test_full_disk_leaves_no_export(
     trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -163,9 +167,11 @@ def test_a_disk_that_is_full_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_fills_up_in_any_file(masked_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_disk_that_is_full_at_any_file_leaves_no_export(
+    masked_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for size in (100, 1500, 5000, 20_000, 60_000):  # of these the first file that is larger cannot be written
+    for size in (100, 1500, 5000, 20_000, 60_000):  # the first larger file cannot be written
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         try:
             assert main(["export", str(masked_run), str(tmp_path / "out")]) == 1
@@ -175,7 +181,9 @@ def test_a_disk_that_fills_up_in_any_file(masked_run: Path, tmp_path: Path, caps
         assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_checkpoint(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_or_unfitting_checkpoint_is_refused(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "is not a checkpoint" in capsys.readouterr().err
     run = tmp_path / "run"
@@ -183,8 +191,8 @@ def test_what_is_no_checkpoint(trained_run: Path, tmp_path: Path, capsys: pytest
     config = run / "checkpoints" / "step_00000030" / "config.yml"
     config.write_text(config.read_text().replace("hidden_size: 64", "hidden_size: 32"))
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "blocks.0.mixer.out_proj.weight is [64, 64], the configuration needs [32, 32]" in said
+    captured = capsys.readouterr().err
+    assert "blocks.0.mixer.out_proj.weight is [64, 64], the configuration needs [32, 32]" in captured
     config.write_text(
         config.read_text().replace("hidden_size: 32", "hidden_size: 64").replace("bias: false", "bias: true")
     )
@@ -193,8 +201,8 @@ def test_what_is_no_checkpoint(trained_run: Path, tmp_path: Path, capsys: pytest
     assert not (tmp_path / "out").exists()
 
 
-def test_the_card_of_a_run_that_is_writing_its_metrics(tmp_path: Path) -> None:
-    """The step's own line may not be there, as with a logging interval, and the last one is cut."""
+def test_model_card_reads_incomplete_metrics(tmp_path: Path) -> None:
+    """Metrics may lack the step's line, as with a logging interval, and the last line may be cut."""
     lines = [{"kind": "train", "step": step, "time": 0.0, "tokens": 64 * step} for step in (2, 4)]
     cut = '{"kind": "train", "st'
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
@@ -204,7 +212,7 @@ def test_the_card_of_a_run_that_is_writing_its_metrics(tmp_path: Path) -> None:
     assert "| tokens | unknown |" in model_card({}, model, step="step_00000003", **facts)
 
 
-def test_the_card(trained_run: Path, tmp_path: Path) -> None:
+def test_model_card_of_an_export(trained_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained_run, run)
     results = {"pile": {"documents": 3, "perplexity": 12.25}}
@@ -224,12 +232,12 @@ def test_the_card(trained_run: Path, tmp_path: Path) -> None:
         f"torch and transformers {OLDEST_TRANSFORMERS} or newer (below 6) alone",
     ):
         assert line in card, line
-    # Scores of another checkpoint are not this one's.
+    # Scores of another checkpoint are not shown.
     assert main(["export", str(run / "checkpoints" / "step_00000010"), str(tmp_path / "older")]) == 0
     assert "Not evaluated" in (tmp_path / "older" / "README.md").read_text()
 
 
-def test_memory_stays_at_a_tensor(tmp_path: Path) -> None:
+def test_export_needs_memory_for_one_tensor(tmp_path: Path) -> None:
     """While the weights are written, memory grows by less than two layers of a model of twelve."""
     run = tmp_path / "run"
     shape = ["model.num_layers=12", "model.hidden_size=256", "model.intermediate_size=1024", "model.vocab_size=512"]
@@ -242,8 +250,8 @@ def test_memory_stays_at_a_tensor(tmp_path: Path) -> None:
         "import tools.conversion.export_hf as exporting\n"
         "def anonymous():\n"
         "    return int(next(l for l in open('/proc/self/status') if l.startswith('RssAnon')).split()[1]) * 1024\n"
-        "exporting.export(sys.argv[1], Path(sys.argv[2]))\n"  # everything is imported and warm
-        "before, peak, done = anonymous(), [0], []\n"
+        "exporting.export(sys.argv[1], Path(sys.argv[2]))\n"  # imports and caches
+        "start, peak, done = anonymous(), [0], []\n"
         "def watch():\n"
         "    while not done:\n"
         "        peak[0] = max(peak[0], anonymous())\n"
@@ -251,7 +259,7 @@ def test_memory_stays_at_a_tensor(tmp_path: Path) -> None:
         "thread = threading.Thread(target=watch); thread.start()\n"
         "exporting.export(sys.argv[1], Path(sys.argv[3]))\n"
         "done.append(1); thread.join()\n"
-        "print(peak[0] - before)\n"
+        "print(peak[0] - start)\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", program, str(run), str(tmp_path / "a"), str(tmp_path / "b")],
@@ -265,11 +273,11 @@ def test_memory_stays_at_a_tensor(tmp_path: Path) -> None:
     assert grown < 2 * layer, f"{grown:,} bytes for layers of {layer:,}"
 
 
-def test_every_file_of_an_export_and_of_a_run_is_verified(
+def test_verify_names_changed_files_of_exports_and_runs(
     trained_run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(trained_run)]) == 0
-    assert capsys.readouterr().out.count(": 4 files are as they were written\n") == 2  # both step folders
+    assert capsys.readouterr().out.count(": 4 files match their hashes\n") == 2  # both step folders
     run, folder = tmp_path / "run", tmp_path / "out"
     shutil.copytree(trained_run, run)
     optimizer = run / "checkpoints" / "step_00000010" / "optimizer-00000.safetensors"
@@ -286,13 +294,13 @@ def test_every_file_of_an_export_and_of_a_run_is_verified(
     (folder / "README.md").write_text("edited\n")
     (folder / "SHA256SUMS").unlink()
     assert main(["verify", str(folder)]) == 0
-    assert f"{folder} stores no hashes" in capsys.readouterr().out
+    assert f"{folder} has no hashes" in capsys.readouterr().out
 
 
-def test_a_run_without_a_tokenizer_is_exported_without_one(
+def test_run_without_a_tokenizer_is_exported_without_one(
     tmp_path: Path, trained_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The bytes in the configuration of an import without a tokenizer are a placeholder."""
+    """Treat the byte tokenizer in the configuration of an import without tokenizer as a placeholder."""
     words = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "model.vocab_size=512"]
     write_run(tmp_path / "run", words, ["configs/model/metala_tiny.yml"])
     shutil.rmtree(tmp_path / "run" / "tokenizer")
@@ -304,10 +312,13 @@ def test_a_run_without_a_tokenizer_is_exported_without_one(
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "with"), "--tokenizer", given]) == 0
     assert "AutoTokenizer gives the same ids" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "x"), "--tokenizer", str(tmp_path)]) == 2
-    assert "tokenizer.json, tokenizer.model, vocab.txt, or a folder with one of them" in capsys.readouterr().err
+    assert (
+        "allowed are tokenizer.json, tokenizer.model, vocab.txt and a folder with one of them"
+        in capsys.readouterr().err
+    )
 
 
-def test_an_older_transformers_is_named_with_the_oldest_that_loads_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_transformers_is_refused_with_the_required_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environments.VERSIONS["oldest"] == OLDEST_TRANSFORMERS
     assert f"transformers[torch]>={OLDEST_TRANSFORMERS}," in Path("pyproject.toml").read_text()
     monkeypatch.setattr("importlib.metadata.version", lambda _: "4.57.1")

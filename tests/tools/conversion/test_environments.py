@@ -1,4 +1,4 @@
-"""An export used as its users use it, here and in environments with only torch and transformers."""
+"""Use exports as their users do, in this environment and in environments with only torch and transformers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tools.inference.generation import generate
 from tools.loading.model import load_model
 
 SESSION = Path(__file__).with_name("session.py")
-# What a trainer in this process left in the environment would make a Trainer look for other processes.
+# With these variables of an earlier training in this process, a Trainer would search for other processes.
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TEXT = "def alpha(beta, gamma):\n    total = naïve + 12\n"
 
 
 @pytest.fixture(scope="session")
 def reference(trained_run: Path, masked_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the trainer's side says."""
+    """Write logits and tokens of the trainer's models."""
     loaded, masked = load_model(trained_run), load_model(masked_run)
     ids = torch.tensor([loaded.tokenizer.encode(TEXT)])
     steps = generate(loaded.model, ids.tolist(), max_tokens=12, vocab_size=loaded.tokenizer.vocab_size, temperature=0.0)
@@ -41,10 +41,12 @@ def reference(trained_run: Path, masked_run: Path, tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.parametrize("name", ["own", *VERSIONS])
-def test_a_session(name: str, exported: Path, masked_export: Path, reference: Path, tmp_path: Path) -> None:
+def test_export_works_with_torch_and_transformers(
+    name: str, exported: Path, masked_export: Path, reference: Path, tmp_path: Path
+) -> None:
     python = Path(sys.executable) if name == "own" else python_of(name)
     if python is None:
-        pytest.skip(f"{environment(name)} is not there: make test-huggingface builds it")
+        pytest.skip(f"{environment(name)} does not exist: make test-huggingface builds it")
     more = [] if name == "own" else ["--clean"]
     if os.environ.get("METALION_COMPILE"):
         more.append("--compile")

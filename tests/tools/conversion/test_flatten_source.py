@@ -1,4 +1,4 @@
-"""The source of an export: as few files as its mixers need, and a model without kernels runs without them."""
+"""Check that an export has only the files of its mixers, and that a model without kernels runs without them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.conversion.flatten_source import flat_source
 
 
 @pytest.mark.parametrize(("mixers", "most"), [(["metala"], 40), (["attention"], 20), (["metala", "attention"], 41)])
-def test_an_export_holds_the_files_that_its_mixers_use(mixers: list[str], most: int) -> None:
+def test_export_has_only_the_files_of_its_mixers(mixers: list[str], most: int) -> None:
     files = flat_source(mixers)
     assert len(files) <= most
     kernels = [name for name in files if name.startswith("kernels_")]
@@ -22,7 +22,7 @@ def test_an_export_holds_the_files_that_its_mixers_use(mixers: list[str], most: 
     assert "operators_cross_entropy.py" not in files
 
 
-def test_an_export_without_kernels_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_without_kernels_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "flat_export"
     folder.mkdir()
     for name, text in flat_source(["attention"]).items():
@@ -35,7 +35,7 @@ def test_an_export_without_kernels_runs(tmp_path: Path, monkeypatch: pytest.Monk
         model = modeling.MetalionForCausalLM(modeling.MetalionConfig(**shape))
         tokens = torch.arange(12).view(1, 12)
         model(input_ids=tokens, labels=tokens).loss.backward()
-        assert not importlib.import_module("flat_export.backend")._installed(), "there is no kernel to take a tensor"
+        assert not importlib.import_module("flat_export.backend")._installed(), "no kernel is installed"
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "flat_export"]:
             del sys.modules[name]

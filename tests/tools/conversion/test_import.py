@@ -1,4 +1,4 @@
-"""Imports: exports come back bit for bit, other codebases' models with their own logits."""
+"""Check that imports of exports are bit-exact and that models of other codebases keep their logits."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def difference(said: str) -> float:
-    return float(said.split("largest difference to the original's ")[1].split()[0])
+def difference(output: str) -> float:
+    return float(output.split("largest difference to the original's ")[1].split()[0])
 
 
-def test_an_export_comes_back_bit_for_bit(
+def test_import_of_an_export_is_bit_exact(
     trained_run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["import", str(exported), str(tmp_path / "again")]) == 0
     assert difference(capsys.readouterr().out) <= 1e-5
-    before, after = read_weights(trained_run), read_weights(tmp_path / "again")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    trained, imported = read_weights(trained_run), read_weights(tmp_path / "again")
+    assert trained.keys() == imported.keys()
+    assert all(torch.equal(trained[name], imported[name]) for name in trained)
     loaded = load_model(tmp_path / "again")
     assert loaded.tokenizer.hash == load_model(trained_run).tokenizer.hash
 
@@ -98,7 +98,9 @@ ORIGINALS = {
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_transformers_models(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_imported_transformers_models_keep_their_logits(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     model = ORIGINALS[name]().eval()
     with torch.no_grad():
@@ -110,14 +112,14 @@ def test_transformers_models(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("name", ["gla", "retnet", "hgrn2", "delta_net", "gated_deltanet", "kda"])
-def test_flash_linear_attention(name: str, tmp_path: Path) -> None:
-    """Against logits that flash-linear-attention's own kernels gave (golden/make_fla.py)."""
+def test_imported_fla_models_keep_their_logits(name: str, tmp_path: Path) -> None:
+    """Compare with logits of flash-linear-attention's kernels (golden/make_fla.py)."""
     folder = Path(__file__).parent / "golden" / name
     assert main(["import", str(folder), str(tmp_path / "run")]) == 0
     reference = load_file(folder / "reference.safetensors")
     logits = load_language_model(tmp_path / "run")(reference["ids"])
     assert (logits - reference["logits"]).abs().max() <= 5e-5
-    # Break one tensor: the reference sees it.
+    # One wrong tensor changes the logits.
     weights = load_file(folder / "model.safetensors")
     shutil.copytree(folder, tmp_path / "broken")
     weights["model.layers.1.attn.q_proj.weight"][0] *= 1.1
@@ -143,7 +145,7 @@ METALA_NAMES = {
 
 
 def as_released(name: str) -> str:
-    """The name that the published MetaLA checkpoints give a tensor."""
+    """Return the name of a tensor in the published MetaLA checkpoints."""
     name = name.replace("embedding.weight", "model.embed_tokens.weight").replace("head.norm", "model.final_norm")
     name = name.replace("head.weight", "lm_head.weight").replace("blocks.", "model.layers.")
     for ours, theirs in (("norm1", "token_norm"), ("norm2", "channel_norm")):
@@ -155,7 +157,7 @@ def as_released(name: str) -> str:
     return name
 
 
-# Their settings, and the model here that computes the same.
+# Their settings, and the equal configuration here.
 RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": (
         {"norm_type": "layernorm", "glu_dim": 96, "tie_word_embeddings": False},
@@ -184,7 +186,7 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def released_metala(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> LanguageModel:
-    """Write a model under the published names, and return it."""
+    """Write a model with the published names, and return it."""
     shape = {"vocab_size": 61, "num_layers": 2, "hidden_size": 32, "num_heads": 2}
     simple = {"norm": "rmsnorm", "norm_affine": "norm" in ours, "norm_eps": 1e-5 if "norm" in ours else 1e-6}
     model = LanguageModel(ModelConfig(**shape | simple | ours), seed=0).eval()
@@ -203,19 +205,19 @@ def released_metala(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_released_metala(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_imported_metala_keeps_its_logits(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = released_metala(tmp_path / "released", *RELEASED[name])
     assert main(["import", str(tmp_path / "released"), str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
-    assert float(said.split("those of MetaLA's equations, computed token by token ")[1].split()[0]) <= 2e-4
+    output = capsys.readouterr().out
+    assert float(output.split("those of MetaLA's equations, computed token by token ")[1].split()[0]) <= 2e-4
     ids = torch.arange(40)[None]
     assert torch.equal(load_language_model(tmp_path / "run")(ids), model(ids))
 
 
-def test_import_that_misreads_a_setting_of_metala_fails(
+def test_misread_setting_of_metala_exits_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The equations are computed from their tensors and their config.json alone."""
+    """Compare with the reference, which reads only their tensors and their config.json."""
     released_metala(tmp_path / "released", *RELEASED["scaled-untied"])
     monkeypatch.setitem(metala_mapping._GATES, "gelu", "swiglu")
     assert main(["import", str(tmp_path / "released"), str(tmp_path / "run")]) == 1
@@ -230,26 +232,26 @@ def test_equations_of_metala_give_the_golden_values(shared_golden: Path) -> None
     torch.testing.assert_close(_mix(values["x"], weights, 4), values["y_released"], rtol=0, atol=1e-10)
 
 
-def test_the_command_that_trains_on_names_the_kind_of_text_of_the_configuration(
+def test_printed_train_command_names_the_data_keys_of_the_configuration(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["import", str(exported), str(tmp_path / "my runs" / "a")]) == 0
-    assert f"python train.py '{tmp_path}/my runs/a/config.yml' data.corpus=...   trains on" in capsys.readouterr().out
+    assert f"python train.py '{tmp_path}/my runs/a/config.yml' data.corpus=...   continues" in capsys.readouterr().out
     copy = shutil.copytree(exported, tmp_path / "of token files", ignore=shutil.ignore_patterns("SHA256SUMS"))
-    side = copy / "training" / "config.yml"
-    config = yaml.safe_load(side.read_text())
+    training = copy / "training" / "config.yml"
+    config = yaml.safe_load(training.read_text())
     config["data"] |= {"corpus": None, "train": "corpora/a_text_document"}
-    side.write_text(yaml.safe_dump(config))
+    training.write_text(yaml.safe_dump(config))
     assert main(["import", str(copy), str(tmp_path / "again")]) == 0
-    said = capsys.readouterr().out
-    assert f"python train.py {tmp_path}/again/config.yml data.train=... data.validation=...   trains on" in said
+    output = capsys.readouterr().out
+    assert f"python train.py {tmp_path}/again/config.yml data.train=... data.validation=...   continues" in output
 
 
 def translated(kind: str, **settings: Any) -> ModelConfig:
     return translate({"model_type": kind, **settings}).model
 
 
-def test_settings_that_are_not_named_are_the_other_codebase_s_own() -> None:
+def test_absent_settings_have_the_other_codebases_defaults() -> None:
     from transformers import GPTNeoXConfig, LlamaConfig
 
     shape = {
@@ -271,8 +273,8 @@ def test_settings_that_are_not_named_are_the_other_codebase_s_own() -> None:
     # flash-linear-attention 0.6: hidden_ratio 4, in RetNet 2, and norm_eps 1e-6; widths are multiples of 256.
     shape = {"vocab_size": 97, "hidden_size": 512, "num_hidden_layers": 2, "num_heads": 4}
     for kind, width in (("gla", 1536), ("retnet", 768), ("hgrn2", 1536)):
-        found = translated(kind, **shape)
-        assert (found.mlp_width, found.norm_eps, found.tie_embeddings) == (width, 1e-6, False)
+        model = translated(kind, **shape)
+        assert (model.mlp_width, model.norm_eps, model.tie_embeddings) == (width, 1e-6, False)
         assert translated(kind, **shape, hidden_ratio=8).mlp_width == 2816
     assert translated("metala", **METALA_SHAPE).tie_embeddings
     assert not translated("metala", **METALA_SHAPE, no_tie_embed=True).tie_embeddings
@@ -316,16 +318,15 @@ METALA_SHAPE = {
         ("metala", {**METALA_SHAPE, "norm_type": "scalenorm"}, "norm_type = 'scalenorm': allowed are layernorm"),
         ("metala", {**METALA_SHAPE, "bias": True}, "bias = True has no counterpart here"),
         ("metala", {**METALA_SHAPE, "no_scale_embedding": "no"}, "no_scale_embedding = 'no' has no counterpart here"),
-        ("metala", {**METALA_SHAPE, "use_rope": 1, "window": 2}, "use_rope = 1, window = 2: not known of MetaLA's"),
+        ("metala", {**METALA_SHAPE, "use_rope": 1, "window": 2}, "use_rope = 1, window = 2: unknown in MetaLA's"),
     ],
 )
-def test_settings_that_change_the_model_are_refused(kind: str, settings: dict[str, Any], says: str) -> None:
+def test_settings_without_counterpart_are_refused(kind: str, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         translated(kind, **settings)
 
 
-def test_what_the_norms_add_is_taken_over() -> None:
-    """On a CPU nothing else sees it for models whose own logits need a GPU or code that is no package."""
+def test_norm_epsilons_are_imported() -> None:
     assert translated("gpt_neox", **SHAPE, rotary_pct=0.5, layer_norm_eps=1e-3).norm_eps == 1e-3
     assert translated("llama", **SHAPE, rms_norm_eps=1e-3).norm_eps == 1e-3
     for kind, of_mixer in (("gla", 1e-3), ("retnet", 1e-3), ("hgrn2", 1e-5 * 16)):
@@ -344,15 +345,15 @@ def test_what_the_norms_add_is_taken_over() -> None:
         ("gla", FLA_SHAPE, "lm_head.weight"),
     ],
 )
-def test_a_tied_matrix_may_stand_in_the_file_twice(kind: str, shape: dict[str, Any], head: str) -> None:
+def test_tied_matrix_may_be_stored_twice(kind: str, shape: dict[str, Any], head: str) -> None:
     foreign = translate({"model_type": kind, **shape, "tie_word_embeddings": True})
     names = [name for source in foreign.sources.values() if source is not None for name in source.names]
     check_names(foreign, [*names, head], "a folder")
-    with pytest.raises(ValueError, match="more_weight belongs to nothing"):
+    with pytest.raises(ValueError, match="more_weight is unknown"):
         check_names(foreign, [*names, "more_weight"], "a folder")
 
 
-def test_norms_of_flash_linear_attention_go_into_the_output_map() -> None:
+def test_norm_gains_of_fla_are_multiplied_into_the_output_projection() -> None:
     weight, gain = torch.randn(64, 64), torch.randn(16)
     for settings, norm in (({}, "g_norm_swish_gate"), ({"fuse_norm": False}, "g_norm")):
         source = translate({"model_type": "gla", **FLA_SHAPE, **settings}).sources["blocks.0.mixer.out_proj.weight"]

@@ -1,4 +1,4 @@
-"""Imports of what is damaged, incomplete or without a counterpart: it is named, and nothing is left half-written."""
+"""Check that damaged, incomplete and unknown imports are refused by name, and that nothing is half-written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.convert_hf import main
 
 
 def without_hashes(exported: Path, folder: Path) -> None:
-    """A copy as earlier versions wrote it, whose content is read as it is."""
+    """Copy an export without its hashes, as earlier versions wrote it."""
     shutil.copytree(exported, folder, ignore=shutil.ignore_patterns("SHA256SUMS"))
 
 
@@ -29,30 +29,32 @@ def broken(exported: Path, folder: Path, **config: Any) -> dict[str, torch.Tenso
     return load_file(folder / "model.safetensors")
 
 
-def test_missing_extra_and_wrong_tensors(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_unknown_and_wrong_tensors_are_named(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "folder"
     tensors = broken(exported, folder)
     tensors["blocks.0.mixer.query_proj.weight"] = tensors.pop("blocks.0.mixer.q_proj.weight")
     save_file(tensors, folder / "model.safetensors")
-    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
-    assert "blocks.0.mixer.q_proj.weight is missing (nearest: blocks.0.mixer.query_proj.weight)" in said
-    assert "blocks.0.mixer.query_proj.weight belongs to nothing (nearest: blocks.0.mixer.q_proj.weight)" in said
+    error = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "blocks.0.mixer.q_proj.weight is missing (nearest: blocks.0.mixer.query_proj.weight)" in error
+    assert "blocks.0.mixer.query_proj.weight is unknown (nearest: blocks.0.mixer.q_proj.weight)" in error
     tensors["blocks.0.mixer.q_proj.weight"] = tensors.pop("blocks.0.mixer.query_proj.weight")[:, :5].contiguous()
     save_file(tensors, folder / "model.safetensors")
-    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
-    assert "blocks.0.mixer.q_proj.weight [32, 5]" in said
-    assert "config.json needs [32, 64]" in said
-    assert not (tmp_path / "run").exists(), "nothing half-written is left"
+    error = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "blocks.0.mixer.q_proj.weight [32, 5]" in error
+    assert "config.json needs [32, 64]" in error
+    assert not (tmp_path / "run").exists(), "nothing is half-written"
 
 
-def test_folders_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = error_of(["import", str(tmp_path / "nowhere"), str(tmp_path / "run")], capsys)
-    assert "is no Hugging Face folder: config.json is missing (there is no such folder)" in said
+def test_folder_without_a_known_config_json_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(["import", str(tmp_path / "nowhere"), str(tmp_path / "run")], capsys)
+    assert "is no Hugging Face folder: config.json is missing (there is no such folder)" in error
     (tmp_path / "config.json").write_text("{")
     assert "is no JSON" in error_of(["import", str(tmp_path), str(tmp_path / "run")], capsys)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    said = error_of(["import", str(tmp_path), str(tmp_path / "run")], capsys)
-    assert "model_type 'bert' cannot be imported; what can: metalion, metala, gpt_neox" in said
+    error = error_of(["import", str(tmp_path), str(tmp_path / "run")], capsys)
+    assert "model_type 'bert' cannot be imported; allowed are metalion, metala, gpt_neox" in error
 
 
 def test_pickles_are_not_opened(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,45 +67,45 @@ def test_pickles_are_not_opened(exported: Path, tmp_path: Path, capsys: pytest.C
             return (Path.touch, (tmp_path / "opened",))
 
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
-    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
-    assert "pickles (pytorch_model.bin), which run code when they are read; they are not opened" in said
+    error = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "pickles (pytorch_model.bin), which execute code when they are read; they are not opened" in error
     assert not (tmp_path / "opened").exists()
 
 
-def test_source_of_an_export_is_run_only_where_the_flag_says_so(
+def test_changed_source_of_an_export_is_executed_only_with_the_flag(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, ran = tmp_path / "folder", tmp_path / "ran"
+    folder, executed = tmp_path / "folder", tmp_path / "executed"
     shutil.copytree(exported, folder)
     source = folder / "modeling_metalion.py"
     text = source.read_text()
-    (folder / "SHA256SUMS").unlink()  # whoever changes the source can change its sums
-    source.write_bytes(text.replace("\n", "\r\n").encode())  # as git may check it out
+    (folder / "SHA256SUMS").unlink()  # an attacker would change the hashes too
+    source.write_bytes(text.replace("\n", "\r\n").encode())  # line ends of a checkout by git
     assert main(["import", str(folder), str(tmp_path / "run")]) == 0
     assert "largest difference to the original's 0.00e+00" in capsys.readouterr().out
-    source.write_text(f"{text}\nopen({str(ran)!r}, 'w').close()\n")
+    source.write_text(f"{text}\nopen({str(executed)!r}, 'w').close()\n")
     (folder / "more.py").write_text("")
-    said = error_of(["import", str(folder), str(tmp_path / "run2")], capsys)
-    assert "files of source are not this version's (modeling_metalion.py, more.py)" in said
-    assert "let them run with --trust-remote-code" in said
-    assert not ran.exists()
+    error = error_of(["import", str(folder), str(tmp_path / "run2")], capsys)
+    assert "source files differ from this version's (modeling_metalion.py, more.py)" in error
+    assert "allow them with --trust-remote-code" in error
+    assert not executed.exists()
     assert not (tmp_path / "run2").exists()
     assert main(["import", str(folder), str(tmp_path / "run2"), "--trust-remote-code"]) == 0
-    assert ran.exists()
+    assert executed.exists()
 
 
-def test_a_tokenizer_larger_than_the_embedding(
+def test_tokenizer_larger_than_the_embedding_is_refused(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "folder"
     tensors = broken(exported, folder, vocab_size=300)
     tensors["embedding.weight"] = tensors["embedding.weight"][:300].contiguous()
     save_file(tensors, folder / "model.safetensors")
-    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
-    assert "has 400 entries and the embedding 300 rows" in said
+    error = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "has 400 entries and the embedding 300 rows" in error
 
 
-def test_settings_without_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_without_counterpart_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "folder"
     tiny_llama(
         rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
@@ -114,8 +116,8 @@ def test_settings_without_counterpart(tmp_path: Path, capsys: pytest.CaptureFixt
     golden = Path(__file__).parent / "golden" / "gla"
     tensors = broken(golden, tmp_path / "gla", use_short_conv=True)
     assert tensors
-    said = error_of(["import", str(tmp_path / "gla"), str(tmp_path / "run")], capsys)
-    assert "use_short_conv = True has no counterpart here; allowed are False" in said
+    error = error_of(["import", str(tmp_path / "gla"), str(tmp_path / "run")], capsys)
+    assert "use_short_conv = True has no counterpart here; allowed are False" in error
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_settings_without_counterpart(tmp_path: Path, capsys: pytest.CaptureFixt
         ("config.json", '{"model_type": "metalion"}', "config.json has no key 'vocab_size'"),
     ],
 )
-def test_a_damaged_export_is_named(
+def test_damaged_file_of_an_export_is_named(
     exported: Path, file: str, content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "folder"
@@ -145,8 +147,8 @@ def test_a_damaged_export_is_named(
     assert says in error_of(["import", str(folder), str(tmp_path / "run")], capsys)
     for sums in exported.rglob("SHA256SUMS"):
         shutil.copyfile(sums, folder / sums.relative_to(exported))
-    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
-    assert f"{folder / file} is damaged: its SHA-256 is not the one in {folder / 'SHA256SUMS'}; copy it again" in said
+    error = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert f"{folder / file} is damaged: its SHA-256 is not the one in {folder / 'SHA256SUMS'}; copy it again" in error
     assert not (tmp_path / "run").exists()
 
 
@@ -164,13 +166,13 @@ def test_weight_that_makes_the_logits_not_finite_is_named_with_its_file(
     )
 
 
-def test_a_folder_that_cannot_name_a_run(
+def test_run_folder_with_an_invalid_name_is_refused(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for run in ("my run (2)", str(tmp_path / "my run (2)"), "../my run (2)"):
-        said = error_of(["import", str(exported), run], capsys).strip()
-        assert said.endswith(
+        error = error_of(["import", str(exported), run], capsys).strip()
+        assert error.endswith(
             f'run.name = "my run (2)": text like [A-Za-z0-9][A-Za-z0-9._+-]* is allowed ({run}/config.yml)'
         )
     assert not [*tmp_path.iterdir()]
@@ -180,29 +182,29 @@ def no_space(*_: object, **__: object) -> Path:
     raise OSError(28, "No space left on device")
 
 
-def test_a_run_that_exists(
+def test_existing_run_is_replaced_only_with_overwrite_and_if_untrained(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     assert main(["import", str(exported), str(run)]) == 0
-    assert "exists: name another run folder" in error_of(["import", str(exported), str(run)], capsys)
+    assert "exists: give another run folder" in error_of(["import", str(exported), str(run)], capsys)
     (run / "old").touch()
-    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    previous = sorted(path.relative_to(run) for path in run.rglob("*"))
     with monkeypatch.context() as patched:
         patched.setattr("tools.conversion.import_hf.write_weights", no_space)
         with pytest.raises(OSError, match="No space"):
             import_folder(exported, run, overwrite=True)
-    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == previous
     assert main(["import", str(exported), str(run), "--overwrite"]) == 0
     assert not (run / "old").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     shutil.copytree(exported, run / "folder")
-    said = error_of(["import", str(run / "folder"), str(run), "--overwrite"], capsys)
-    assert "lies in" in said
+    error = error_of(["import", str(run / "folder"), str(run), "--overwrite"], capsys)
+    assert "is inside" in error
     assert (run / "folder").is_dir()
-    later = run / "checkpoints" / "step_00000100"  # of a run with its metrics in another folder
+    later = run / "checkpoints" / "step_00000100"  # a trained run with its metrics in another folder
     later.mkdir()
-    assert "was trained in" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)
+    assert "holds a trained run" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)
     later.rmdir()
     (run / "metrics.jsonl").touch()
-    assert "was trained in" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)
+    assert "holds a trained run" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)

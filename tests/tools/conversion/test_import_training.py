@@ -1,4 +1,4 @@
-"""What an import leaves to train on: its configuration, shards, positions."""
+"""Check the configuration, shards and positions of imports, and training that starts from them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tools.convert_hf import main
 from tools.loading.model import load_model
 
 
-def test_the_configuration_of_another_codebase_s_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its tokenizer whatever file it is in, its length up to 2048; a model far from its own logits is not trained on."""
+def test_import_writes_a_configuration_for_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Find the tokenizer in each kind of file, limit the length to 2048, and print no train command over the tolerance."""
     torch.manual_seed(0)
     tiny_llama(vocab_size=300, max_position_embeddings=4096).save_pretrained(tmp_path / "llama")
     texts = ["some words of a text that go on " * 20, "and others of another text " * 20]
@@ -39,14 +39,14 @@ def test_the_configuration_of_another_codebase_s_model(tmp_path: Path, capsys: p
     (tmp_path / "llama" / "vocab.txt").unlink()
     capsys.readouterr()
     assert main(["import", str(tmp_path / "llama"), str(tmp_path / "bare"), "--tolerance", "1e-12"]) == 1
-    said = capsys.readouterr()
-    assert "no tokenizer there: set data.tokenizer before training" in said.out
-    assert "over the tolerance of 1e-12" in said.err
-    assert "train.py" not in said.out
+    captured = capsys.readouterr()
+    assert "the folder has no tokenizer: set data.tokenizer before training" in captured.out
+    assert "over the tolerance of 1e-12" in captured.err
+    assert "train.py" not in captured.out
     assert "type: bytes" in (tmp_path / "bare" / "config.yml").read_text()
 
 
-def test_rotary_settings_of_earlier_transformers() -> None:
+def test_rotary_settings_of_earlier_transformers_are_read() -> None:
     shape = {
         "vocab_size": 97,
         "hidden_size": 48,
@@ -61,7 +61,7 @@ def test_rotary_settings_of_earlier_transformers() -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_training_goes_on_from_an_import(tensor: int, exported: Path, tmp_path: Path) -> None:
+def test_training_continues_from_an_import(tensor: int, exported: Path, tmp_path: Path) -> None:
     run = tmp_path / "again"
     assert main(["import", str(exported), str(run)]) == 0
     words = [str(run / "config.yml"), "schedule.train_steps=3", "logging.progress_bar=false", "precision.dtype=fp32"]
@@ -75,14 +75,14 @@ def test_training_goes_on_from_an_import(tensor: int, exported: Path, tmp_path: 
     assert (run / "checkpoints" / "latest").read_text().strip() == "step_00000003"
 
 
-def test_shards_and_sixteen_bits_come_back(
+def test_import_of_sharded_sixteen_bit_weights(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tmp_path / "out")
     assert main(["export", str(trained_run), folder, "--dtype", "bf16", "--max-shard-size", "50KB"]) == 0
     assert main(["import", folder, str(tmp_path / "run")]) == 0
-    before, after = read_weights(trained_run), read_weights(tmp_path / "run")
-    assert all(torch.equal(before[name].bfloat16().float(), after[name]) for name in before)
+    trained, imported = read_weights(trained_run), read_weights(tmp_path / "run")
+    assert all(torch.equal(trained[name].bfloat16().float(), imported[name]) for name in trained)
     part = next((tmp_path / "out").glob("model-00002-*"))
     content = part.read_bytes()
     part.unlink()
@@ -90,21 +90,21 @@ def test_shards_and_sixteen_bits_come_back(
         ["import", folder, str(tmp_path / "run2")], capsys
     )
     (tmp_path / "out" / "SHA256SUMS").unlink()
-    said = error_of(["import", folder, str(tmp_path / "run2")], capsys)
-    assert "is missing; model.safetensors.index.json names it" in said
+    captured = error_of(["import", folder, str(tmp_path / "run2")], capsys)
+    assert "is missing; model.safetensors.index.json names it" in captured
     part.write_bytes(content[:-1])
-    said = error_of(["import", folder, str(tmp_path / "run2")], capsys)
-    assert f"{part} is no safetensors file, or is cut short" in said
+    captured = error_of(["import", folder, str(tmp_path / "run2")], capsys)
+    assert f"{part} is no safetensors file, or is cut short" in captured
     part.write_bytes(content)
     index = tmp_path / "out" / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(part.name, f"../{part.name}"))
-    said = error_of(["import", folder, str(tmp_path / "run2")], capsys)
-    assert f"names '../{part.name}': only names of files inside" in said
+    captured = error_of(["import", folder, str(tmp_path / "run2")], capsys)
+    assert f"names '../{part.name}': only names of files inside" in captured
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
-def test_few_positions_and_what_transformers_saved(objective: str, tmp_path: Path) -> None:
-    """Fewer positions than the comparison would read; and a folder without the run's configuration, from save_pretrained."""
+def test_import_of_few_positions_and_of_save_pretrained(objective: str, tmp_path: Path) -> None:
+    """Compare logits on fewer positions, and read a folder without the run's configuration, from save_pretrained."""
     shape = tmp_path / "model.yml"
     mixers = "[metala]" if objective == "causal" else "[lion], mixer_options: {lion: {causal: false}}"
     shape.write_text(

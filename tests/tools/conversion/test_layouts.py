@@ -1,4 +1,4 @@
-"""Exports of checkpoints that several processes wrote, each holding a part."""
+"""Export checkpoints that several processes wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_an_export_of_any_layout(name: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_and_import_of_each_layout(
+    name: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = runs / name
     step = resolve(run)
     assert read_manifest(step)["layout"]["world_size"] == 2
@@ -34,13 +36,13 @@ def test_an_export_of_any_layout(name: str, runs: Path, tmp_path: Path, capsys: 
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     difference = float(capsys.readouterr().out.split("difference to the trainer's ")[1].split()[0])
     assert difference <= 1e-5
-    # The import has the run's own layout and batch, and names the command that begins as many processes.
+    # The import keeps layout and batch of the run, and prints the command with its number of processes.
     assert main(["import", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
     processes = math.prod(LAYOUTS[name].get(key, 1) for key in ("tensor", "pipeline"))
     start = "python" if processes == 1 else f"torchrun --nproc-per-node {processes}"
     assert f"\n{start} train.py {tmp_path}/again/config.yml" in capsys.readouterr().out
-    before, after = read_weights(step), read_weights(tmp_path / "again")
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    trained, imported = read_weights(step), read_weights(tmp_path / "again")
+    assert all(torch.equal(trained[key], imported[key]) for key in trained)
     config = load_config([tmp_path / "again" / "config.yml"], [], model_type=ModelConfig, world_size=2)
     given = load_config([step / "config.yml"], [], model_type=ModelConfig, world_size=2)
     assert (config.parallel, config.batch) == (given.parallel, given.batch)

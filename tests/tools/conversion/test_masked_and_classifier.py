@@ -1,4 +1,4 @@
-"""Masked models, classifiers and refused configurations as transformers loads them."""
+"""Check masked models, classifiers and refused configurations in transformers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_masked_model() -> None:
         MetalionForCausalLM(model.config)
 
 
-def test_bert_head_is_the_masked_model_s_alone(tmp_path: Path) -> None:
-    """Export, and load as each kind of model: nothing missing where it is needed, nothing complained of where not."""
+def test_only_the_masked_model_has_the_bert_head(tmp_path: Path) -> None:
+    """Export, and load as each kind of model without missing or unexpected keys."""
     model = masked_model(head="mlm")
     x = tokens(2, 9)
     lm = LanguageModel(model.config.model_config(), layers=[model.embedding, *model.blocks, model.head])
@@ -84,9 +84,9 @@ def test_regression_and_several_labels() -> None:
         one(ids, labels=torch.tensor([0.5, -1.0])).loss, F.mse_loss(one(ids).logits[:, 0], torch.tensor([0.5, -1.0]))
     )
     several = MetalionForSequenceClassification(config(["metala"], num_labels=3))
-    wanted = torch.tensor([[1.0, 0, 1], [0, 1, 0]])
-    expected = F.binary_cross_entropy_with_logits(several(ids).logits, wanted)
-    torch.testing.assert_close(several(ids, labels=wanted).loss, expected)
+    targets = torch.tensor([[1.0, 0, 1], [0, 1, 0]])
+    expected = F.binary_cross_entropy_with_logits(several(ids).logits, targets)
+    torch.testing.assert_close(several(ids, labels=targets).loss, expected)
     many = MetalionForSequenceClassification(config(["metala"], num_labels=200))
     assert many.score.weight.std().item() == pytest.approx(0.02, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""The Hugging Face model: the trainer's logits, padding, losses, generation with a state of constant size."""
+"""Check logits, padding, losses and generation of the Hugging Face model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(mixers: list[str], **more: Any) -> MetalionConfig:
 
 
 def away_from_zero(model: torch.nn.Module) -> None:
-    """Parameters that start at 0 or 1 would hide that they are used."""
+    """Add noise, because parameters with the initial value 0 or 1 may have no effect."""
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -51,7 +51,7 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
 
 
 def padded(prompts: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """Ids and mask of prompts of unequal lengths."""
+    """Return ids and mask of prompts of unequal lengths."""
     longest = max(map(len, prompts))
     ids, mask = (
         torch.zeros(len(prompts), longest, dtype=torch.long),
@@ -64,7 +64,7 @@ def padded(prompts: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
-def test_logits_are_the_language_models(mixer: str) -> None:
+def test_logits_equal_the_language_models(mixer: str) -> None:
     cfg = config([mixer])
     language_model = LanguageModel(cfg.model_config(), seed=0).eval()
     away_from_zero(language_model)
@@ -79,7 +79,7 @@ def test_logits_are_the_language_models(mixer: str) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("mixers", [*([name] for name in CAUSAL), MIXED], ids="-".join)
-def test_padding_changes_nothing(mixers: list[str], side: str) -> None:
+def test_padding_does_not_change_logits(mixers: list[str], side: str) -> None:
     model = causal_model(mixers)
     prompts = [tokens(1, n, seed=n)[0] for n in (9, 4, 7)]
     ids, mask = padded(prompts, side)
@@ -100,7 +100,7 @@ def test_padding_with_learned_positions() -> None:
 
 
 def test_padding_between_real_tokens() -> None:
-    """As when texts of a batch are padded and text is added to each: also where a cache goes on from there."""
+    """Pad texts of a batch and append text to each, with and without a cache."""
     model = causal_model()
     ids, mask = tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
     mask[0, 2:5] = mask[1, :3] = mask[1, 4] = mask[2, 8] = 0
@@ -116,12 +116,12 @@ def test_padding_between_real_tokens() -> None:
     torch.testing.assert_close(model(inputs_embeds=embeds, attention_mask=mask).logits, whole.logits)
 
 
-def test_a_mask_that_is_too_short() -> None:
+def test_mask_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"attention_mask \[1, 3\]: expected \[batch, 5\]"):
         causal_model()(tokens(1, 5), attention_mask=torch.ones(1, 3))
 
 
-def test_the_loss_is_the_trainers() -> None:
+def test_loss_equals_the_trainers() -> None:
     model = causal_model()
     language_model = LanguageModel(model.config.model_config(), layers=[model.embedding, *model.blocks, model.head])
     ids = tokens(3, 11)
@@ -178,14 +178,14 @@ def test_gradient_checkpointing() -> None:
     calls = []
     model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
     model(ids, attention_mask=mask, labels=ids).loss.backward()
-    assert len(calls) == 2, "forward, and once more in the backward pass"
+    assert len(calls) == 2, "the forward pass, and its recomputation"
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain[name])
 
 
 @torch.no_grad()
 def greedy(model: MetalionForCausalLM, ids: Tensor, count: int) -> Tensor:
-    """The definition: the whole text again for every token, without a cache."""
+    """Return ids with `count` greedy tokens, each from the whole text, without a cache."""
     for _ in range(count):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
     return ids
@@ -195,19 +195,19 @@ def greedy(model: MetalionForCausalLM, ids: Tensor, count: int) -> Tensor:
 def test_greedy_generation(mixers: list[str]) -> None:
     model = causal_model(mixers)
     ids = tokens(2, 5)
-    made = model.generate(
+    generated = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None
     )
-    assert torch.equal(made, greedy(model, ids, 6))
+    assert torch.equal(generated, greedy(model, ids, 6))
 
 
 def test_prompts_of_unequal_lengths() -> None:
     model = causal_model()
     prompts = [tokens(1, n, seed=n)[0] for n in (9, 2, 6)]
     ids, mask = padded(prompts, "left")
-    made = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
     for row, prompt in enumerate(prompts):
-        assert torch.equal(made[row, 9:], greedy(model, prompt[None], 8)[0, len(prompt) :])
+        assert torch.equal(generated[row, 9:], greedy(model, prompt[None], 8)[0, len(prompt) :])
 
 
 @pytest.mark.parametrize(
@@ -235,14 +235,14 @@ def test_sampling_and_beams_with_and_without_a_cache(settings: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("whole_text", [True, False])
-def test_generation_goes_on_from_a_cache(whole_text: bool) -> None:
-    """A returned cache and more text: the whole text, or only what is new with the mask of the whole."""
+def test_generation_continues_from_a_cache(whole_text: bool) -> None:
+    """Continue with the whole text, or with the new tokens and the mask of the whole text."""
     model = causal_model()
     ids, mask = padded([tokens(1, 6)[0], tokens(1, 3)[0]], "left")
     settings = {"do_sample": False, "eos_token_id": None}
     first = model.generate(ids, attention_mask=mask, max_new_tokens=4, return_dict_in_generate=True, **settings)
     cache = first.past_key_values
-    assert cache.get_seq_length() == 9, "the last token was drawn and not read yet"
+    assert cache.get_seq_length() == 9, "the last token is sampled and not processed yet"
     more = tokens(2, 3, seed=9)
     text = torch.cat([first.sequences, more], 1)
     text_mask = torch.cat([mask, torch.ones(2, 7, dtype=torch.long)], 1)
@@ -252,7 +252,7 @@ def test_generation_goes_on_from_a_cache(whole_text: bool) -> None:
     assert torch.equal(second[:, -5:], expected[:, -5:])
 
 
-def test_the_state_does_not_grow() -> None:
+def test_state_size_is_constant() -> None:
     model = causal_model(["metala", "retnet"])
     sizes = set()
     cache = None
@@ -267,7 +267,7 @@ def test_the_state_does_not_grow() -> None:
         cache.crop(1)
 
 
-def test_cache_rows() -> None:
+def test_cache_rows_are_reordered_and_repeated() -> None:
     model = causal_model()
     ids = tokens(3, 6)
     cache = model(ids, use_cache=True).past_key_values
@@ -290,7 +290,7 @@ def test_assisted_generation_is_refused() -> None:
         model.generate(tokens(1, 4), assistant_model=causal_model(), max_new_tokens=3)
 
 
-def test_a_cache_of_another_kind_is_refused() -> None:
+def test_cache_of_another_class_is_refused() -> None:
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache, expected a RecurrentCache"):
         causal_model()(tokens(1, 4), past_key_values=DynamicCache())
 
@@ -299,12 +299,12 @@ def test_a_cache_of_another_kind_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["tied", "untied", "masked"])
 def test_resized_embeddings(kind: str, rows: int, tmp_path: Path) -> None:
     model = masked_model(head="mlm") if kind == "masked" else causal_model(tie_embeddings=kind == "tied")
-    ids, kept = tokens(2, 9).clamp_max(39), min(61, rows)
+    ids, shared = tokens(2, 9).clamp_max(39), min(61, rows)
     before = model(ids).logits
     assert model.resize_token_embeddings(rows) is model.get_input_embeddings()
     after = model(ids).logits
     assert after.shape[-1] == model.config.vocab_size == rows
-    assert torch.equal(after[..., :kept], before[..., :kept])
+    assert torch.equal(after[..., :shared], before[..., :shared])
     if rows > 61:
         for matrix in (model.embedding.weight, model.head.weight):
             torch.testing.assert_close(matrix[61:], matrix[:61].mean(0).expand(rows - 61, -1))
@@ -316,7 +316,7 @@ def test_resized_embeddings(kind: str, rows: int, tmp_path: Path) -> None:
 
 
 def test_resized_embeddings_and_generation() -> None:
-    """Rows that only round the number up are never drawn, and tokens that were added may be."""
+    """Never sample padding rows; sample added tokens."""
     model = causal_model()
     model.generation_config.suppress_tokens = [3, *range(50, 61)]  # an export of a tokenizer of 50 entries
     model.resize_token_embeddings(52, pad_to_multiple_of=64)
@@ -338,8 +338,8 @@ def test_compiled() -> None:
     expected = model(ids, attention_mask=mask).logits
     compiled = torch.compile(model, backend="aot_eager")  # traced and run; inductor's C++ takes half a minute
     with torch.no_grad():
-        got = compiled(ids, attention_mask=mask).logits
-    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+        actual = compiled(ids, attention_mask=mask).logits
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
 BOTH_WAYS = {"mixers": ["lion"], "mixer_options": {"lion": {"causal": False}}}

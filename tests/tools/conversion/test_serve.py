@@ -88,18 +88,18 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     assert [model["id"] for model in models["data"]] == [str(exported)]
 
 
-def test_a_request_for_sampling_is_sampled(exported: Path) -> None:
-    """The server hands a request's temperature to `generate`, which leaves it aside where the model's settings say greedy."""
+def test_temperature_of_a_request_enables_sampling(exported: Path) -> None:
+    """Sample at a request's temperature, which `generate` ignores if the model's settings are greedy."""
     model = served_class(MetalionForCausalLM).from_pretrained(exported)
     settings = copy.deepcopy(model.generation_config)
-    settings.temperature = 5.0  # what the server does with a request's
+    settings.temperature = 5.0  # as the server does
     ids = torch.ones(8, 2, dtype=torch.long)
     drawn = model.generate(ids, generation_config=settings, max_new_tokens=8)
     assert len({tuple(row) for row in drawn.tolist()}) > 1
     settings.temperature = 100.0
     first = model.generate(ids[:1].expand(400, -1), generation_config=settings, max_new_tokens=1)[:, -1]
-    assert len(set(first.tolist())) > 50, "transformers' own top_k does not hold"
-    settings.temperature = 1e-40  # divided by it, float32 logits are infinite
+    assert len(set(first.tolist())) > 50, "the top_k of transformers is not applied"
+    settings.temperature = 1e-40  # float32 logits divided by it are infinite
     cold = model.generate(ids, generation_config=settings, max_new_tokens=8)
     settings.temperature, settings.do_sample = 0.0, False
     greedy = model.generate(ids, generation_config=settings, max_new_tokens=8)
@@ -107,7 +107,7 @@ def test_a_request_for_sampling_is_sampled(exported: Path) -> None:
     assert torch.equal(cold, greedy)
 
 
-def test_an_empty_prompt_begins_a_document(exported: Path, trained_run: Path) -> None:
+def test_empty_prompt_starts_a_document(exported: Path, trained_run: Path) -> None:
     model = served_class(MetalionForCausalLM).from_pretrained(exported)
     inputs = AutoTokenizer.from_pretrained(exported, trust_remote_code=False)("", return_tensors="pt")
     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist()

@@ -272,7 +272,7 @@ def test_layouts_with_a_divisible_batch_are_listed_if_the_files_layout_has_none(
 
 
 def test_all_layouts_have_the_batch_size_of_the_file(capsys):
-    """The batch is 1 sample x 4 micro-batches x 2 data ranks."""
+    """Keep the batch of 1 sample x 4 micro-batches x 2 data ranks."""
     words = [
         *SMALL,
         "batch.global_batch_size=null",
@@ -299,7 +299,7 @@ def test_table_row_shows_memory_speed_and_days():
 
 
 def test_fastest_fitting_layout_comes_first(capsys):
-    """A single GPU has the speed of --mfu. --gpu-memory is in 10^9 bytes."""
+    """Give a single GPU the speed of --mfu, and read --gpu-memory in 10^9 bytes."""
     words = [*SMALL, "model.hidden_size=2048", "batch.global_batch_size=8", "--mfu", "0.1", "--rows", "0"]
 
     def rows(*more: str) -> list[tuple[float, float, bool]]:

@@ -1,4 +1,4 @@
-"""The report page: what goes into it, that it is one file, and that a browser shows it."""
+"""Check the data of the report page, that it is one file, and that a browser shows it."""
 
 import json
 import re
@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def run(trained_run: Path, tmp_path: Path) -> Path:
-    """A copy of the trained run with validation, hostile samples and results."""
+    """Copy the trained run and add validations, hostile samples and results."""
     copy = tmp_path / "my run"
     shutil.copytree(trained_run, copy)
     metrics = MetricsLogger(copy, total_steps=60, initial_step=30, progress_bar=False)
@@ -53,7 +53,7 @@ def run(trained_run: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_what_the_page_holds(run: Path) -> None:
+def test_page_data_of_a_run(run: Path) -> None:
     data = collect(run)
     logged = [line for line in read_metrics(run) if line["kind"] == "train"]
     assert data["name"] == "my run"
@@ -70,7 +70,7 @@ def test_what_the_page_holds(run: Path) -> None:
     assert "torch" in data["environment"]["versions"]
 
 
-def test_it_is_one_file_that_asks_for_nothing(run: Path) -> None:
+def test_page_is_one_file_without_external_references(run: Path) -> None:
     assert main([str(run), "--html"]) == 0
     text = (run / "report.html").read_text(encoding="utf-8")
     page = Page()
@@ -81,12 +81,12 @@ def test_it_is_one_file_that_asks_for_nothing(run: Path) -> None:
     assert "http" not in text.replace("http-equiv", "")
     assert "url(" not in text
     assert "@import" not in text
-    assert len(page.scripts) == 2, "what the model wrote stays inside the data"
+    assert len(page.scripts) == 2, "generated text stays inside the data"
     assert json.loads(page.scripts[0])["samples"][0]["text"] == HOSTILE
     assert re.search(r'content="default-src \'none\'', text)
 
 
-def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+def test_page_of_a_run_after_its_first_step(tmp_path: Path) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
     with pytest.raises(ValueError, match="no training step is logged there yet"):
         write_report(tmp_path)
@@ -98,7 +98,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     assert write_report(tmp_path / "metrics.jsonl", tmp_path / "out" / "a.html").is_file()
 
 
-def test_numbers_without_json_are_left_out_and_a_damaged_file_is_named(
+def test_infinite_numbers_are_omitted_and_a_damaged_file_is_named(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run / "results.json"
@@ -111,19 +111,19 @@ def test_numbers_without_json_are_left_out_and_a_damaged_file_is_named(
     assert f"{path} is no JSON" in capsys.readouterr().err
 
 
-def test_long_runs_are_thinned_to_means() -> None:
+def test_long_runs_are_averaged() -> None:
     lines = [{"step": i, "loss": float(i), "mfu": None if i % 2 else 0.5} for i in range(1, 11)]
-    found = columns(lines, most=4)
-    assert found["step"] == [3, 6, 9, 10]
-    assert found["loss"] == [2.0, 5.0, 8.0, 10.0]
-    assert found["mfu"] == [0.5, 0.5, 0.5, 0.5]
+    averages = columns(lines, most=4)
+    assert averages["step"] == [3, 6, 9, 10]
+    assert averages["loss"] == [2.0, 5.0, 8.0, 10.0]
+    assert averages["mfu"] == [0.5, 0.5, 0.5, 0.5]
     counted = [{"step": i, "tokens": 10 * i, "skipped_steps": i // 5, "time": 2 * i, "on": True} for i in range(1, 11)]
     ends = {"step": [5, 10], "tokens": [50, 100], "skipped_steps": [1, 2], "time": [10, 20]}
     assert columns(counted, most=2) == ends
     assert columns(lines, most=10)["loss"] == [line["loss"] for line in lines]
 
 
-def test_scores_and_the_sample_of_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_and_sample_of_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=3, progress_bar=False)
     for step in (1, 2, 3):
         metrics.log(step, {"loss": 4.0, "tokens": 10 * step})
@@ -145,7 +145,7 @@ def test_the_command_takes_one_run(run: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
-def test_a_browser_shows_it(run: Path, tmp_path: Path) -> None:
+def test_browser_shows_the_page(run: Path, tmp_path: Path) -> None:
     page = write_report(run)
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     command += ["--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
@@ -158,7 +158,7 @@ def test_a_browser_shows_it(run: Path, tmp_path: Path) -> None:
     assert "step_00000030" in shown
 
 
-# As much of a browser as the page's script asks for; it prints the text of every element that the script looked up.
+# The parts of a browser that the page's script uses. It prints the text of each element that the script accessed.
 BROWSER = r"""
 const [, , file, more] = process.argv;
 const [data, script] = [...require("fs").readFileSync(file, "utf8").matchAll(/<script[^>]*>([^]*?)<\/script>/g)].map((m) => m[1]);
@@ -192,7 +192,7 @@ def shown_by_node(page: Path, *script: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_script_of_the_page(run: Path) -> None:
+def test_script_of_the_page(run: Path) -> None:
     metrics = MetricsLogger(run, total_steps=60, initial_step=30, progress_bar=False)
     metrics.log(30, {"loss": 4.5, "accuracy": 0.125}, kind="validation")
     metrics.close()
@@ -207,13 +207,13 @@ def test_the_script_of_the_page(run: Path) -> None:
         "perplexity",
     ):
         assert words in text, words
-    # Between two points there is nothing to scale by: of a logarithmic axis that was a loop without an end.
+    # A logarithmic axis between two points must not loop forever.
     assert shown_by_node(page, "zoom([3.2, 3.8])") == text
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_loss_of_several_sources_is_drawn(tmp_path: Path) -> None:
-    """A line a source through the steps that hold text of it, and its validation."""
+def test_page_shows_the_loss_of_each_source(tmp_path: Path) -> None:
+    """Draw one line per source through the steps with its text, and its validation."""
     metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
     for step, losses in enumerate(({"loss/A": 3.0}, {"loss/A": 2.5, "loss/B": 5.0}, {"loss/B": 4.0}), start=1):
         metrics.log(step, {"loss": 3.0, "tokens": 10 * step, **losses})
@@ -233,7 +233,7 @@ def test_the_loss_of_several_sources_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_a_run_that_diverged_does_not_end_with_the_loss_before(tmp_path: Path) -> None:
+def test_diverged_run_shows_nan(tmp_path: Path) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
     for step, loss in ((1, 2.5), (2, float("nan"))):
         metrics.log(step, {"loss": loss, "tokens": 10 * step})
@@ -244,12 +244,12 @@ def test_a_run_that_diverged_does_not_end_with_the_loss_before(tmp_path: Path) -
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_script_of_a_page_without_positive_numbers(tmp_path: Path) -> None:
+def test_page_without_positive_numbers(tmp_path: Path) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
     metrics.log(1, {"loss": float("nan"), "gradient_norm": 0.0, "tokens": 10})
     metrics.close()
     assert "gradient norm" in shown_by_node(write_report(tmp_path))
 
 
-def test_the_page_names_the_place_of_the_data_once() -> None:
+def test_page_has_one_placeholder_for_the_data() -> None:
     assert PAGE.read_text(encoding="utf-8").count('"the data of the run"') == 1

@@ -34,11 +34,11 @@ def words(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def small(words: list[str]) -> Callable[..., Experiment]:
-    """The small experiment with more overrides."""
+    """Return the small experiment with more overrides."""
     return lambda *more: load_experiment("mqar", [*words, *more])
 
 
 @pytest.fixture
 def runs(small: Callable[..., Experiment]) -> Callable[..., list[Run]]:
-    """The runs of the small experiment with more overrides."""
+    """Return the runs of the small experiment with more overrides."""
     return lambda *more: plan(small(*more), "fp32")

@@ -1,4 +1,4 @@
-"""`python eval.py --suite mqar` from the words to the table and the figure."""
+"""Check `python eval.py --suite mqar` from the arguments to the table and the figure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def one_space(table: str) -> str:
     return re.sub(" +", " ", table)
 
 
-def test_which_suites_are_meant() -> None:
+def test_suite_is_read_from_the_arguments() -> None:
     assert synthetic_suite(["--suite", "mqar", "epochs=3"]) == "mqar"
     assert synthetic_suite(["epochs=3", "--suite=mad"]) == "mad"
     assert synthetic_suite(["runs/a", "--suite", "superglue,commonsense"]) is None
@@ -40,7 +40,7 @@ def test_which_suites_are_meant() -> None:
         synthetic_suite(["--suite", "superglue,mqar"])
 
 
-def test_help_teaches_and_is_quick() -> None:
+def test_help_shows_examples_and_imports_no_torch() -> None:
     words = [sys.executable, "-X", "importtime", "eval.py", "--suite", "mqar", "--help"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)  # which takes seconds
@@ -53,7 +53,9 @@ def test_help_teaches_and_is_quick() -> None:
     assert "python eval.py --suite mqar" in text
 
 
-def test_from_words_to_a_table(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_trains_and_writes_a_table(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["--suite", "mqar", *words, *QUICK, "models=[metala,attention]", "lrs=[1e-3,5e-3]"]
     assert evaluation.main([*command, "--dry-run"]) == 0
     listed = capsys.readouterr().out
@@ -83,7 +85,7 @@ def test_from_words_to_a_table(words: list[str], tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("word", ["--dry-run", "--report", "--no-progress"])
-def test_a_model_that_cannot_be_built_is_refused_at_once(
+def test_model_that_cannot_be_built_is_refused_before_training(
     words: list[str], capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
     command = ["--suite", "mqar", *words, word]
@@ -95,7 +97,7 @@ def test_a_model_that_cannot_be_built_is_refused_at_once(
     assert "definitions.metala or network, width 65: model.num_heads = 2 does not divide" in capsys.readouterr().err
 
 
-def test_what_another_machine_computed_is_reported(
+def test_results_of_another_machine_are_reported(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*words, "precision=auto"]
@@ -110,7 +112,7 @@ def test_what_another_machine_computed_is_reported(
     assert "courses.png" in output
 
 
-def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_passes(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--suite", "mqar", *words, "batch_size=4", "models=[metala,attention]", "--check"]
     assert evaluation.main(command) == 0
     alone = capsys.readouterr().out.splitlines()
@@ -125,7 +127,7 @@ def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: p
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluation.main(["--suite", "mqar", *words, "models=[metalla]"]) == 2
     assert capsys.readouterr().err == "error: models: 'metalla' is not in `definitions`; did you mean metala?\n"
     assert evaluation.main(["--suite", "mqar", *words, "definitions.metala.num_heads=5"]) == 2
@@ -148,7 +150,7 @@ def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixt
         ("listops", "data.validation_examples=0.5", "data.validation_examples = 0.5: whole number >= 1"),
     ],
 )
-def test_data_that_cannot_be_drawn_are_refused_at_once(
+def test_data_that_cannot_be_generated_are_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], suite: str, words: str, message: str
 ) -> None:
     small = "batch_size={8: 64}" if suite == "mqar" else "batch_size=64"
@@ -162,7 +164,7 @@ def test_data_that_cannot_be_drawn_are_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_fails_ends_with_1(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_run_exits_with_1(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run,) = plan(load_experiment("mqar", words), "fp32")
     checkpoint = tmp_path / "out" / "unfinished" / f"{run.id}.pt"
     checkpoint.parent.mkdir(parents=True)
@@ -179,9 +181,7 @@ def test_a_run_that_fails_ends_with_1(words: list[str], tmp_path: Path, capsys: 
     assert not checkpoint.exists()
 
 
-def test_an_interrupted_experiment_goes_on(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_experiment_resumes(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rates = "lrs=[1e-3,2e-3]"
     command = [sys.executable, "eval.py", "--suite", "mqar", *words, rates, "target=null", "data.test_examples=20"]
     results = tmp_path / "out" / "results.jsonl"
@@ -207,8 +207,8 @@ def test_an_interrupted_experiment_goes_on(
     assert left.splitlines()[1].split()[3:6] == ["2", "1", "1"]
 
 
-def test_an_interrupt_while_processes_begin_is_one_sentence(words: list[str]) -> None:
-    """Of the keyboard: it comes to all of them, which are at their imports."""
+def test_interrupt_during_start_prints_one_sentence(words: list[str]) -> None:
+    """Ctrl-C reaches all processes while they import."""
     command = [sys.executable, "-u", "eval.py", "--suite", "mqar", *words, "devices=[cpu,cpu]", "seeds=[0,1]"]
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -237,7 +237,7 @@ def measured(small: Callable[..., Experiment], tmp_path: Path) -> Callable[..., 
     return fill
 
 
-def test_the_table_stands_beside_the_paper(small: Callable[..., Experiment], measured, tmp_path: Path) -> None:
+def test_table_shows_the_papers_numbers(small: Callable[..., Experiment], measured, tmp_path: Path) -> None:
     experiment = small(
         "tasks=[512x80]", "widths=[64,128]", "batch_size={512: 64}", "lrs=[1e-3]", "more_lrs.lrs=[]", "seeds=[0,1]"
     )
@@ -253,7 +253,7 @@ def test_the_table_stands_beside_the_paper(small: Callable[..., Experiment], mea
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
-def test_the_last_evaluation_stands_at_the_last_epoch(small: Callable[..., Experiment]) -> None:
+def test_last_point_of_a_curve_is_at_the_last_epoch(small: Callable[..., Experiment]) -> None:
     axes = Figure().subplots()
     _draw_model(axes, [[0.1, 0.2, 0.4], [0.3, 0.4, 0.8]], small("epochs=5", "evaluate_every=2"), 0, "metala")
     assert axes.lines[0].get_xdata().tolist() == [2, 4, 5]
@@ -316,8 +316,8 @@ def test_training_curves_show_the_best_runs(
     with results.writing():
         for run in plan(experiment, "fp32"):
             value = run.lr * 100 + run.seed / 10
-            found = {"accuracy": value, "best_accuracy": value, "history": [value / 4, value / 2, value]}
-            results.add(result_line(run, found, {}))
+            result = {"accuracy": value, "best_accuracy": value, "history": [value / 4, value / 2, value]}
+            results.add(result_line(run, result, {}))
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     draw_curves(experiment, sweeps(plan(experiment, "fp32")), results, tmp_path / "courses.png")
@@ -328,8 +328,8 @@ def test_training_curves_show_the_best_runs(
     assert (min(last), max(last)) == pytest.approx((20.0, 30.0))
 
 
-def test_a_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None:
-    """Of every setting the best run of the sweep; the average over tasks where all are there."""
+def test_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None:
+    """Average the best runs of all settings; average over the tasks if all are complete."""
     words = ["models=[metala]", "lrs=[1e-3,2e-3]", "weight_decays=[0]"]
     experiment = load_experiment("mad", words)
     tasks = [list(experiment.mad).index(run.task.partition("/")[0]) for run in plan(experiment, "fp32")]

@@ -101,7 +101,7 @@ def test_every_defined_model_trains(suite: str) -> None:
             assert parameter.grad.isfinite().all(), (run.name, name)
 
 
-def test_a_run_is_identified_by_each_of_its_settings(runs: Callable[..., list[Run]]) -> None:
+def test_run_id_depends_on_each_setting(runs: Callable[..., list[Run]]) -> None:
     (run,) = runs()
     assert run.id == runs("workers=3", "graph=false", "output=elsewhere")[0].id
     changed = {"data": {**run.data, "power": 0.5}, "network": {**run.network, "num_layers": 3}, "target": None}
@@ -116,14 +116,14 @@ def test_a_run_is_identified_by_each_of_its_settings(runs: Callable[..., list[Ru
     assert {(other.lr, other.weight_decay) for other in same} == {(run.lr + 1, 0.1), (run.lr, 1.1)}
 
 
-def test_a_sweep_is_its_rates_and_decays(runs: Callable[..., list[Run]]) -> None:
+def test_sweep_groups_learning_rates_and_weight_decays(runs: Callable[..., list[Run]]) -> None:
     every = runs("lrs=[1e-3,1e-2]", "weight_decays=[0,0.1]", "seeds=[0,1]", "widths=[16,32]")
     grouped = sweeps(every)
     assert [len(sweep) for sweep in grouped] == [4] * 4
     assert {(run.width, run.seed) for sweep in grouped for run in sweep[:1]} == {(16, 0), (16, 1), (32, 0), (32, 1)}
 
 
-def test_what_is_named_twice_is_one_run(runs: Callable[..., list[Run]]) -> None:
+def test_duplicate_settings_are_one_run(runs: Callable[..., list[Run]]) -> None:
     assert len(runs("models=[metala,metala]", "tasks=[8x2,8x2]", "seeds=[0,0]", "weight_decays=[0,0]")) == 1
     tasks = "tasks=[compression/baseline,compression,compression/vocabulary=32]"
     names = [sweep[0].task for sweep in sweeps(plan(load_experiment("mad", [tasks, "models=[gla]"]), "fp32"))]
@@ -153,12 +153,12 @@ def test_steps_are_whole_batches(runs: Callable[..., list[Run]]) -> None:
         (["epochs=many"], r'epochs = "many": whole number >= 1 is allowed'),
     ],
 )
-def test_what_cannot_be(overrides: list[str], message: str) -> None:
+def test_invalid_values_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(load_experiment("mqar", overrides), "fp32")
 
 
-def test_what_cannot_be_in_mad_and_in_models(runs: Callable[..., list[Run]]) -> None:
+def test_invalid_mad_tasks_and_models_are_refused(runs: Callable[..., list[Run]]) -> None:
     with pytest.raises(ValueError, match="'compresion' is unknown; did you mean compression"):
         plan(load_experiment("mad", ["tasks=[compresion]"]), "fp32")
     with pytest.raises(ValueError, match="did you mean memorization/vocabulary=512"):

@@ -20,9 +20,9 @@ def _network(suite: str, task: str, model: str) -> Network:
 
 
 def _deviation(network: Network, ending: str) -> float:
-    found = [p for name, p in network.named_parameters() if name.endswith(ending)]
-    assert found, ending
-    return max(p.std().item() for p in found)
+    result = [p for name, p in network.named_parameters() if name.endswith(ending)]
+    assert result, ending
+    return max(p.std().item() for p in result)
 
 
 # Uniform numbers within a bound deviate by it over sqrt 3; PyTorch's bound is 1 / sqrt(inputs).
@@ -55,7 +55,7 @@ def test_first_weights(suite: str, task: str, model: str, expected: dict[str, fl
     assert all(p.equal(again[name]) for name, p in network.named_parameters())
 
 
-def test_a_bias_of_the_output_projection() -> None:
+def test_output_projection_has_a_bias() -> None:
     """MAD-Lab's has one, zero at the start: in the loss, in the answers, and in training."""
     network = plan_and_build([])
     bias = network.model.head.bias
@@ -77,7 +77,7 @@ def test_a_bias_of_the_output_projection() -> None:
         plan_and_build(["network.head_bias=so"])
 
 
-def test_an_unknown_word_is_refused() -> None:
+def test_unknown_first_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="first_weights = 'mad': allowed are model, mad_lab, mad_lab_gla"):
         plan_and_build(["network.first_weights=mad", "definitions.metala.first_weights=mad"])
 

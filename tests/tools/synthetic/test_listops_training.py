@@ -41,7 +41,7 @@ def runs_of(*more: str) -> list[Run]:
     return plan(load_experiment("listops", [*SHORT, *more]), "fp32")
 
 
-def test_training_validation_and_test_are_drawn_apart() -> None:
+def test_training_validation_and_test_sets_differ() -> None:
     (run, *_) = runs_of()
     assert [len(part.tokens) for part in generate(run)] == [256, 64, 96]
     sizes = dict.fromkeys(("train_examples", "validation_examples", "test_examples"), 64)
@@ -68,7 +68,7 @@ def test_the_papers_configuration() -> None:
 
 
 @pytest.mark.parametrize("value", ["mlp=identity", "attention_dropout=0.1", "head_bias=true", "first_weights=mad_lab"])
-def test_what_the_classifier_lacks_is_refused(value: str) -> None:
+def test_options_without_support_in_the_classifier_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match=rf"definitions.metala or network: {value.partition('=')[0]} = .*: allowed "):
         Classifier(runs_of(f"network.{value}")[0], CLASSES)
 
@@ -116,7 +116,7 @@ def test_the_embeddings_of_harnesses_for_long_range_arena() -> None:
 
 
 @pytest.mark.parametrize("model", list(load_experiment("listops").definitions))
-def test_a_class_is_read_from_the_mean_of_the_tokens(model: str) -> None:
+def test_class_is_computed_from_the_mean_over_tokens(model: str) -> None:
     """Padding changes nothing; the gradient reaches every parameter."""
     (run,) = runs_of(f"models=[{model}]")
     network = Classifier(replace(run, length=40), CLASSES)
@@ -139,7 +139,7 @@ def test_a_class_is_read_from_the_mean_of_the_tokens(model: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
 
 
-def test_the_rate_grows_then_follows_the_cosine() -> None:
+def test_learning_rate_has_warmup_and_cosine() -> None:
     (run,) = runs_of("models=[attention]", "warmup_steps=10", "epochs=4")
     model_run = ModelRun(run, CPU)
     rates = []
@@ -153,7 +153,7 @@ def test_the_rate_grows_then_follows_the_cosine() -> None:
     assert rates == pytest.approx(expected)
 
 
-def test_the_warmup_goes_on_in_a_later_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_continues_in_the_next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     (run,) = runs_of("models=[attention]", "warmup_steps=12", "epochs=4")
     steps = SideBySide([run], prepare(run, CPU), CPU)
     rates: list[float] = []
@@ -164,7 +164,7 @@ def test_the_warmup_goes_on_in_a_later_epoch(monkeypatch: pytest.MonkeyPatch) ->
     assert rates == pytest.approx([run.lr * (1 + np.cos(np.pi / 4)) / 2 * min(1, (n + 1) / 12) for n in range(8, 16)])
 
 
-def test_a_warmup_makes_another_run_and_none_changes_no_id() -> None:
+def test_run_id_depends_on_the_warmup() -> None:
     (with_warmup,) = runs_of("models=[metala]")
     (without,) = runs_of("models=[metala]", "warmup_steps=0")
     assert with_warmup.id != without.id
@@ -173,16 +173,16 @@ def test_a_warmup_makes_another_run_and_none_changes_no_id() -> None:
     assert without.id == _digest(settings)
 
 
-def test_history_is_the_validations_and_accuracy_the_tests() -> None:
+def test_history_is_on_validation_and_accuracy_on_test() -> None:
     (run,) = runs_of("models=[metala]", "epochs=2", "warmup_steps=4", "lrs=[3e-3]")
     train, validation, test = prepare(run, CPU)
-    (found,) = train_together([run], (train, validation, test), CPU)
+    (result,) = train_together([run], (train, validation, test), CPU)
     (swapped,) = train_together([run], (train, test, validation), CPU)
-    assert len(found["history"]) == 2
-    assert found["accuracy"] == swapped["history"][-1]
-    assert swapped["accuracy"] == found["history"][-1]
-    assert found["accuracy"] * 96 == pytest.approx(
-        round(found["accuracy"] * 96)
+    assert len(result["history"]) == 2
+    assert result["accuracy"] == swapped["history"][-1]
+    assert swapped["accuracy"] == result["history"][-1]
+    assert result["accuracy"] * 96 == pytest.approx(
+        round(result["accuracy"] * 96)
     )  # of 96 examples, the padding not counted
 
 

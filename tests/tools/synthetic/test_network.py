@@ -37,7 +37,7 @@ def test_the_bias_of_the_head_is_trained_and_scored(runs: Runs) -> None:
 
 
 def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training alone, by numbers of the seed and the epoch, so that a run that went on is the run."""
+    """Apply embedding dropout only in training, with a generator seeded by seed and epoch, so that a resumed run is equal."""
     words = ["epochs=3", "data.train_examples=640", "target=null", "network.embedding_dropout=0.25", "seeds=[0,1]"]
     run, other_seed = runs(*words)
     examples = prepare(run, CPU)
@@ -73,12 +73,12 @@ def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
 
     with pytest.raises(_StopError):
         train_together([run], examples, CPU, progress=stop, checkpoint_folder=tmp_path)
-    (found,) = train_together([run], examples, CPU, checkpoint_folder=tmp_path)
-    assert found["loss"] == expected["loss"]
+    (result,) = train_together([run], examples, CPU, checkpoint_folder=tmp_path)
+    assert result["loss"] == expected["loss"]
 
 
 def test_dropout_of_attention(runs: Runs) -> None:
-    """Of weights after the softmax, in training alone, by numbers of the seed and the epoch."""
+    """Apply attention dropout after the softmax, only in training, with a generator seeded by seed and epoch."""
     words = ["models=[attention]", "definitions.attention.attention_dropout=0.25"]
     run, without = *runs(*words), *runs(*words, "definitions.attention.attention_dropout=0")
     model_run, model_run_without = ModelRun(run, CPU), ModelRun(without, CPU)
@@ -109,8 +109,8 @@ def test_dropout_of_attention(runs: Runs) -> None:
     torch.testing.assert_close(logits, model_run_without.network.logits(tokens, None))
 
 
-def test_attention_in_plain_steps() -> None:
-    """A dropout probability near 0 gives the library's attention, with every kind of mask."""
+def test_attention_equals_the_library() -> None:
+    """Equal the library's attention at a dropout probability near 0, with each kind of mask."""
     run = plan(load_experiment("mqar", ["models=[attention]", "definitions.attention.attention_dropout=1e-9"]), "fp32")[
         0
     ]
@@ -126,7 +126,7 @@ def test_attention_in_plain_steps() -> None:
 
 @pytest.mark.parametrize("key", ["embedding_dropout", "attention_dropout"])
 @pytest.mark.parametrize("value", ["1.0", "-0.1", "much"])
-def test_a_dropout_that_cannot_be_is_refused(runs: Runs, key: str, value: str) -> None:
+def test_invalid_dropout_is_refused(runs: Runs, key: str, value: str) -> None:
     with pytest.raises(ValueError, match=rf"{key} = .*: allowed are numbers >= 0 and < 1"):
         Network(runs(f"network.{key}={value}")[0])
 
@@ -151,12 +151,12 @@ def test_a_float32_residual_stream(runs: Runs, changes: list[str]) -> None:
     assert wide_error < 0.7 * plain
 
 
-def test_a_residual_stream_that_cannot_be_is_refused(runs: Runs) -> None:
+def test_invalid_fp32_residual_connection_is_refused(runs: Runs) -> None:
     with pytest.raises(ValueError, match="fp32_residual_connection = 'much': allowed are true and false"):
         Network(runs("network.fp32_residual_connection=much")[0])
 
 
-def test_the_compression_model_reads_the_last_position_alone() -> None:
+def test_compression_decodes_from_the_last_position() -> None:
     words = ["models=[metala]", "widths=[32]", "lrs=[5e-3]", "weight_decays=[0]", "tasks=[compression/baseline]"]
     (run,) = plan(load_experiment("mad", words), "fp32")
     network = Network(run)

@@ -83,7 +83,7 @@ def test_mad() -> None:
     assert shown == [f"{value:.1f}" for value in [*means, mean(means)]]
 
 
-def test_falls_of_selective_copying() -> None:
+def test_documented_drops_of_selective_copying() -> None:
     falls: defaultdict[str, list[int]] = defaultdict(list)
     for run in lines("mad"):
         accuracies = run["history"]

@@ -30,16 +30,16 @@ Runs = Callable[..., list[Run]]
 def test_metala_learns_and_stops_at_the_target(runs: Runs) -> None:
     (run,) = runs("epochs=8")
     reported: list[int] = []
-    (found,) = train_together([run], prepare(run, CPU), CPU, progress=lambda steps, text: reported.append(steps))
-    assert found["accuracy"] == found["best_accuracy"] == found["history"][-1] >= 0.99
-    assert found["history"][0] < 0.9
-    assert found["stopped"] == "99 % was reached"
-    assert found["epochs"] == len(found["history"]) < 8
-    assert found["steps"] == 40 * found["epochs"] == sum(reported)
-    assert found["graph"] == "CPU"
+    (result,) = train_together([run], prepare(run, CPU), CPU, progress=lambda steps, text: reported.append(steps))
+    assert result["accuracy"] == result["best_accuracy"] == result["history"][-1] >= 0.99
+    assert result["history"][0] < 0.9
+    assert result["stopped"] == "99 % was reached"
+    assert result["epochs"] == len(result["history"]) < 8
+    assert result["steps"] == 40 * result["epochs"] == sum(reported)
+    assert result["graph"] == "CPU"
 
 
-def test_side_by_side_is_each_alone(runs: Runs) -> None:
+def test_runs_trained_together_equal_runs_alone(runs: Runs) -> None:
     """And a run is the same when it is run again."""
     every = runs("lrs=[1e-3,5e-3]", "epochs=2", "data.train_examples=640", "target=null")
     examples = prepare(every[0], CPU)
@@ -51,17 +51,17 @@ def test_side_by_side_is_each_alone(runs: Runs) -> None:
     assert together[0]["loss"] != together[1]["loss"]
 
 
-def test_a_run_that_diverges_touches_no_other(runs: Runs) -> None:
-    """It neither ends nor changes the other runs; each model run draws its own dropout masks."""
+def test_diverging_run_does_not_change_the_others(runs: Runs) -> None:
+    """Continue the other runs unchanged; each model run has its own dropout masks."""
     words = ["epochs=3", "data.train_examples=320", "target=null", "network.embedding_dropout=0.1"]
     wild, good = runs(*words, "lrs=[1e30,5e-3]")[::-1]
     examples = prepare(good, CPU)
     (alone,) = train_together([good], examples, CPU)
     for order in ((wild, good), (good, wild)):
-        found = {run.id: one for run, one in zip(order, train_together(order, examples, CPU), strict=True)}
-        assert (found[wild.id]["loss"], found[wild.id]["epochs"]) == (None, 3)
+        result = {run.id: one for run, one in zip(order, train_together(order, examples, CPU), strict=True)}
+        assert (result[wild.id]["loss"], result[wild.id]["epochs"]) == (None, 3)
         for key in ("history", "loss", "perplexity", "epochs", "stopped"):
-            assert found[good.id][key] == alone[key]
+            assert result[good.id][key] == alone[key]
 
 
 class _StopError(Exception):
@@ -69,7 +69,7 @@ class _StopError(Exception):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
+def test_resumed_sweep_equals_uninterrupted_sweep(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     for name in ("SECONDS_BETWEEN", "_MIN_TRAINING_PER_WRITING"):  # at every epoch, however long writing takes
@@ -94,17 +94,17 @@ def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
             train_together(both, examples, CPU, progress=until(epoch), checkpoint_folder=tmp_path)
         kept.append((tmp_path / f"{both[1].id}.pt").read_bytes())
     reported.clear()
-    found = train_together(both, examples, CPU, progress=until(0), checkpoint_folder=tmp_path)
+    result = train_together(both, examples, CPU, progress=until(0), checkpoint_folder=tmp_path)
     assert reported == [2 * 10 * 3, 2 * 10]
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         for key in ("history", "loss", "accuracy", "perplexity", "epochs", "steps"):
             assert one[key] == other[key]
-    # Where they are not after the same epoch, they begin anew together.
+    # Runs with checkpoints of different epochs start together from the beginning.
     (tmp_path / f"{both[1].id}.pt").write_bytes(kept[0])
     reported.clear()
-    found = train_together(both, examples, CPU, progress=until(0), checkpoint_folder=tmp_path)
+    result = train_together(both, examples, CPU, progress=until(0), checkpoint_folder=tmp_path)
     assert reported == [2 * 10] * 4
-    assert [one["history"] for one in found] == [one["history"] for one in expected]
+    assert [one["history"] for one in result] == [one["history"] for one in expected]
     # One of them alone, too, its seconds those before and after; and where it cannot be read, that is said.
     file = tmp_path / f"{both[1].id}.pt"
     assert torch.load(file)["seconds"] > 0
@@ -118,7 +118,7 @@ def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
         train_together(both, examples, CPU, checkpoint_folder=tmp_path)
 
 
-def test_it_is_the_plain_loop(runs: Runs) -> None:
+def test_training_equals_a_plain_loop(runs: Runs) -> None:
     """Whole logits, torch's cross entropy and AdamW: five steps of the same losses."""
     (run,) = runs("data.train_examples=320", "epochs=1")
     examples = generate(run)
@@ -141,9 +141,9 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_steps(runs: Runs, monkeypatch
     loss = Network.loss
 
     def watched(*arguments: Any) -> torch.Tensor:
-        found = loss(*arguments)
-        losses.append(found.item())
-        return found
+        result = loss(*arguments)
+        losses.append(result.item())
+        return result
 
     monkeypatch.setattr(Network, "loss", watched)
     steps = SideBySide([run], prepare(run, CPU), CPU)
@@ -154,7 +154,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_steps(runs: Runs, monkeypatch
         assert steps.evaluate()[1] == pytest.approx([sum(losses) / 5], rel=1e-6)
 
 
-def test_every_epoch_sees_every_example_once_in_a_new_order(runs: Runs) -> None:
+def test_each_epoch_is_a_new_permutation(runs: Runs) -> None:
     (run,) = runs("data.train_examples=320", "epochs=1")
     steps = SideBySide([run], prepare(run, CPU), CPU)
     orders = []
@@ -176,7 +176,7 @@ def test_every_epoch_sees_every_example_once_in_a_new_order(runs: Runs) -> None:
     assert set(taken) < set(range(350))
 
 
-def test_the_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
+def test_learning_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
     (run,) = runs("epochs=4", "min_lr=1e-4")
     model_run = ModelRun(run, CPU)
     rates = []
@@ -189,7 +189,7 @@ def test_the_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
     assert {group["lr"] for group in model_run._optimizer.param_groups} == {5e-3}
 
 
-def test_a_last_smaller_batch(runs: Runs) -> None:
+def test_smaller_last_batch(runs: Runs) -> None:
     """Every example once an epoch; the step on the rest is that of a batch of the rest."""
     run = replace(runs("data.train_examples=70", "epochs=2", "target=null")[0], drop_last=False)
     assert (run.steps_per_epoch, run.steps) == (2, 4)
@@ -213,7 +213,7 @@ def test_a_last_smaller_batch(runs: Runs) -> None:
     assert short._order.shape == (12, 6)
 
 
-def test_what_is_decayed(runs: Runs) -> None:
+def test_weight_decay_of_all_or_of_matrices(runs: Runs) -> None:
     def decays(run: Run) -> dict[float, int]:
         model_run = ModelRun(run, CPU)
         assert [g["weight_decay"] for g in model_run._optimizer.param_groups] == [
@@ -229,10 +229,10 @@ def test_what_is_decayed(runs: Runs) -> None:
     assert vectors > 5
 
 
-def test_a_run_that_diverges_ends(runs: Runs) -> None:
+def test_diverging_run_ends_early(runs: Runs) -> None:
     (run,) = runs("lrs=[1e30]", "epochs=5", "data.train_examples=128")
-    (found,) = train_together([run], prepare(run, CPU), CPU)
-    assert (found["loss"], found["stopped"], found["epochs"]) == (None, "no loss was finite", 1)
+    (result,) = train_together([run], prepare(run, CPU), CPU)
+    assert (result["loss"], result["stopped"], result["epochs"]) == (None, "no loss was finite", 1)
 
 
 def test_bf16_keeps_float32_weights(runs: Runs) -> None:
@@ -251,7 +251,7 @@ def test_bf16_keeps_float32_weights(runs: Runs) -> None:
         assert weight.data_ptr() % 16 == 0
 
 
-def test_examples_of_the_test_are_not_those_of_training(runs: Runs) -> None:
+def test_test_examples_differ_from_training_examples(runs: Runs) -> None:
     words = ["models=[metala]", "tasks=[fuzzy_recall/baseline,selective_copying/baseline,compression/baseline]"]
     for run in (runs()[0], *plan(load_experiment("mad", words), "fp32")):
         train, test = generate(run)
@@ -262,7 +262,7 @@ def test_examples_of_the_test_are_not_those_of_training(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("task", ["in_context_recall", "noisy_recall", "fuzzy_recall"])
-def test_recall_is_trained_on_every_token_and_tested_on_what_is_asked(task: str) -> None:
+def test_recall_is_trained_on_every_token_and_tested_on_queries(task: str) -> None:
     words = ["models=[metala]", f"tasks=[{task}/baseline]", "data.train_examples=50", "data.test_examples=50"]
     (run, *_) = plan(load_experiment("mad", words), "fp32")
     train, test = generate(run)
@@ -270,19 +270,19 @@ def test_recall_is_trained_on_every_token_and_tested_on_what_is_asked(task: str)
     assert 0 < (test.labels != UNLABELLED).mean() < 0.5
 
 
-def test_what_is_memorized_is_of_the_seed_and_not_of_the_set() -> None:
+def test_memorization_table_depends_on_the_seed_only() -> None:
     words = ["models=[metala]", "tasks=[memorization/baseline]", "seeds=[0,1]"]
     sets = {run.seed: generate(run) for run in plan(load_experiment("mad", words), "fp32")}
     values = {}
     for seed, number in itertools.product((0, 1), repeat=2):
         tokens, labels = sets[seed][number]
-        # A key, then the place where its value is asked for.
+        # A key, then the place at which its value is predicted.
         values[seed, number] = dict(zip(tokens[:, ::2].flatten(), labels[:, 1::2].flatten(), strict=True))
     assert len(values[0, 0]) == 127
     assert values[0, 0] == values[0, 1] != values[1, 0] == values[1, 1]
 
 
-def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
+def test_selected_positions_are_the_labelled_ones(runs: Runs) -> None:
     (run,) = runs("tasks=[16x2]", "data.train_examples=6")
     examples = generate(run)[0]
     few = to_device(examples, CPU, multiple=4)
@@ -290,9 +290,9 @@ def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
     assert few.labels.shape == few.positions.shape == (8, 2)
     assert (few.labels[6:] == UNLABELLED).all()
     for row in range(6):
-        asked = np.nonzero(examples.labels[row] != UNLABELLED)[0]
-        assert few.positions[row].tolist() == asked.tolist()
-        assert few.labels[row].tolist() == examples.labels[row, asked].tolist()
+        positions = np.nonzero(examples.labels[row] != UNLABELLED)[0]
+        assert few.positions[row].tolist() == positions.tolist()
+        assert few.labels[row].tolist() == examples.labels[row, positions].tolist()
     everywhere = to_device(Examples(examples.tokens, examples.tokens), CPU)
     assert everywhere.positions is None
     network = Network(run)
@@ -300,7 +300,7 @@ def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
     assert network.loss(*few.batch(torch.arange(8))).item() == pytest.approx(dense.item(), rel=1e-6)
 
 
-def test_the_score_of_looking_up_and_of_guessing(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_of_perfect_and_random_models(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     (run,) = runs("tasks=[64x4]", "data.vocabulary=64", "data.test_examples=3000")
     steps = SideBySide([run], prepare(run, CPU), CPU)
 
@@ -316,13 +316,13 @@ def test_the_score_of_looking_up_and_of_guessing(runs: Runs, monkeypatch: pytest
 
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(Network, "logits", look_up)
-    (found,), _ = steps.evaluate()
-    assert found.accuracy == found.test_accuracy == 1.0
-    assert found.perplexity == pytest.approx(1 + 63 * math.exp(-9))
+    (result,), _ = steps.evaluate()
+    assert result.accuracy == result.test_accuracy == 1.0
+    assert result.perplexity == pytest.approx(1 + 63 * math.exp(-9))
     monkeypatch.setattr(Network, "logits", guess)
-    (found,), _ = steps.evaluate()
-    assert found.accuracy == pytest.approx(1 / 32, abs=0.006)
-    assert 32 < found.perplexity < 34
+    (result,), _ = steps.evaluate()
+    assert result.accuracy == pytest.approx(1 / 32, abs=0.006)
+    assert 32 < result.perplexity < 34
 
 
 def test_macro_accuracy_is_the_mean_over_classes() -> None:
@@ -343,31 +343,31 @@ def test_mad_trains_and_averages_batches() -> None:
     words = ["models=[metala]", "widths=[32]", "lrs=[5e-3]", "weight_decays=[0]", "epochs=60", "evaluate_every=20"]
     words += ["tasks=[memorization/baseline]", "data.test_examples=256", "mad.memorization.baseline.vocabulary=16"]
     (run,) = plan(load_experiment("mad", words), "fp32")
-    (found,) = train_together([run], prepare(run, CPU), CPU)
-    assert found["history"][-1] >= 0.999
-    assert found["stopped"] == "99.9 % was reached"
+    (result,) = train_together([run], prepare(run, CPU), CPU)
+    assert result["history"][-1] >= 0.999
+    assert result["stopped"] == "99.9 % was reached"
 
 
 @pytest.mark.parametrize(("scored", "epoch", "accuracy"), [("last", 8, 0.7), ("least_perplexity", 6, 0.6)])
-def test_which_weights_are_scored(
+def test_scored_evaluation_is_the_last_or_of_least_perplexity(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, scored: str, epoch: int, accuracy: float
 ) -> None:
-    """The first evaluation of least perplexity on the first set, by the accuracy on the last one."""
+    """Score the first evaluation with the least perplexity on the first set by its accuracy on the last set."""
     of_epochs = [(0.8, math.nan, 0.4), (0.9, 3.0, 0.5), (0.1, 2.0, 0.6), (0.2, math.nan, 0.7)]
-    found = iter([Evaluation(*one) for one in of_epochs])
-    monkeypatch.setattr(SideBySide, "evaluate", lambda steps: ([next(found)], [1.0]))
+    result = iter([Evaluation(*one) for one in of_epochs])
+    monkeypatch.setattr(SideBySide, "evaluate", lambda steps: ([next(result)], [1.0]))
     words = ["epochs=8", "evaluate_every=2", "data.train_examples=64", "target=null", f"scored={scored}"]
     (run,) = runs(*words)
     (line,) = train_together([run], prepare(run, CPU), CPU)
     assert (line["scored_epoch"], line["accuracy"], line["best_accuracy"]) == (epoch, accuracy, 0.9)
     assert line["perplexity"] == (2.0 if epoch == 6 else None)
     (short,) = runs(*words, "epochs=3")
-    found = iter([Evaluation(0.1, 2.0, 0.3), Evaluation(0.2, 1.0, 0.6)])
+    result = iter([Evaluation(0.1, 2.0, 0.3), Evaluation(0.2, 1.0, 0.6)])
     (last,) = train_together([short], prepare(short, CPU), CPU)
     assert (len(last["history"]), last["scored_epoch"], last["accuracy"]) == (2, 3, 0.6), "the last epoch too"
     assert (run.id == runs(*words[:-1])[0].id) is (scored == "last"), "results of the last weights stay what they are"
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_missing_device_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the device .cuda:99. is not here: allowed are auto, cpu"):
         training_device("cuda:99")

@@ -29,7 +29,7 @@ def line(run: Run, accuracy: float = 0.5, best: float = 0.0) -> Line:
     return result_line(run, {"accuracy": accuracy, "best_accuracy": best or accuracy, "history": [accuracy]}, {})
 
 
-def test_a_torn_line_is_cut_off_by_the_next(runs: Runs, tmp_path: Path) -> None:
+def test_incomplete_last_line_is_removed(runs: Runs, tmp_path: Path) -> None:
     first, second, third = runs("lrs=[1e-3,2e-3,3e-3]")
     path = tmp_path / "deep" / "results.jsonl"
     results = Results(path)
@@ -47,7 +47,7 @@ def test_a_torn_line_is_cut_off_by_the_next(runs: Runs, tmp_path: Path) -> None:
     assert list(Results(path).lines) == [first.id, third.id]
 
 
-def test_lines_that_others_append_meanwhile_stay(runs: Runs, tmp_path: Path) -> None:
+def test_lines_of_other_processes_are_kept(runs: Runs, tmp_path: Path) -> None:
     """`cat a/results.jsonl >> b/results.jsonl` while b is written; or the file is put away."""
     first, second, third = runs("lrs=[1e-3,2e-3,3e-3]")
     path = tmp_path / "results.jsonl"
@@ -64,14 +64,14 @@ def test_lines_that_others_append_meanwhile_stay(runs: Runs, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("text", "shown"), [(b"[]", r"\[\]"), (b"\xff{", "\ufffd{")])
-def test_a_line_that_is_no_result_is_named(tmp_path: Path, text: bytes, shown: str) -> None:
+def test_invalid_line_is_named(tmp_path: Path, text: bytes, shown: str) -> None:
     path = tmp_path / "results.jsonl"
     path.write_bytes(b'{"id": "a"}\n' + text + b"\n")
     with pytest.raises(ValueError, match=rf"results\.jsonl:2 is not a result of a run: '{shown}'"):
         Results(path)
 
 
-def test_two_commands_do_not_write_one_file(runs: Runs, tmp_path: Path) -> None:
+def test_second_command_is_refused_by_the_lock(runs: Runs, tmp_path: Path) -> None:
     first, second = runs("lrs=[1e-3,2e-3]")
     one, other = (Results(tmp_path / "results.jsonl") for _ in range(2))
     with one.writing():
@@ -84,8 +84,8 @@ def test_two_commands_do_not_write_one_file(runs: Runs, tmp_path: Path) -> None:
     assert list(Results(one.path).lines) == [first.id, second.id]
 
 
-def test_what_is_left(runs: Runs, tmp_path: Path) -> None:
-    """A sweep of which one run has reached the target is done; the others lack the runs that are not there."""
+def test_pending_runs_of_a_sweep(runs: Runs, tmp_path: Path) -> None:
+    """Count a sweep with a run at the target as finished; list the missing runs of the others."""
     grouped = sweeps(runs("lrs=[1e-3,2e-3,3e-3]", "widths=[16,32]"))
     results = Results(tmp_path / "results.jsonl")
     assert [len(group.runs) for group in groups_of(grouped, results, None)] == [3, 3]
@@ -105,7 +105,7 @@ def test_what_is_left(runs: Runs, tmp_path: Path) -> None:
     assert not results.reached(replace(run, target=None) for run in grouped[1])
 
 
-def test_a_row_of_the_table_is_whole_before_the_next(runs: Runs, tmp_path: Path) -> None:
+def test_groups_are_sorted_by_rows_of_the_table(runs: Runs, tmp_path: Path) -> None:
     more = "more_lrs={tasks: [8x2], models: [gla], lrs: [1e-3]}"
     grouped = sweeps(
         runs("tasks=[12x2,8x2]", "models=[metala,gla]", "widths=[32,16]", "batch_size={8: 64, 12: 64}", more)
@@ -136,21 +136,21 @@ def test_finished_runs_are_skipped_and_progress_adds_up(runs: Runs, tmp_path: Pa
     assert groups_of(grouped, Results(results.path), 1) == []
 
 
-def test_processes_find_what_one_finds(runs: Runs, tmp_path: Path) -> None:
+def test_several_processes_give_the_results_of_one(runs: Runs, tmp_path: Path) -> None:
     grouped = sweeps(runs(*QUICK, "widths=[16,32]", "models=[metala,attention]"))
-    found = []
+    result = []
     for name, devices in (("one", ["cpu"]), ("two", ["cpu", "cpu"])):
         results = Results(tmp_path / name / "results.jsonl")
         groups = groups_of(grouped, results, None)
         assert train(groups, results, devices) == ([], sum(group.steps for group in groups))
         keys = ("accuracy", "history", "loss", "steps", "parameters", "data", "network")
-        found.append({i: [own[key] for key in keys] for i, own in results.lines.items()})
-    assert len(found[0]) == 4
-    assert found[0] == found[1]
+        result.append({i: [own[key] for key in keys] for i, own in results.lines.items()})
+    assert len(result[0]) == 4
+    assert result[0] == result[1]
 
 
-def test_a_sweep_ends_in_every_process(runs: Runs, tmp_path: Path) -> None:
-    """The target is reached after an epoch by one run; the other would take very long. Nothing unfinished is left."""
+def test_target_ends_the_sweep_in_all_processes(runs: Runs, tmp_path: Path) -> None:
+    """Stop a long run when another reaches the target after one epoch. No checkpoint remains."""
     slow, quick = runs("lrs=[5e-3,1e-9]", "epochs=1000", "target=0.9")
     results = Results(tmp_path / "results.jsonl")
     for run in (slow, quick):
@@ -189,7 +189,7 @@ def test_a_failed_group_is_reported_and_the_others_continue(runs: Runs, tmp_path
     assert list(results.lines) == [good.id, also_good.id]
 
 
-def test_time_is_up(runs: Runs, tmp_path: Path) -> None:
+def test_time_limit_stops_training(runs: Runs, tmp_path: Path) -> None:
     """Processes are ended in the middle, one process at the end of an epoch, from where it goes on."""
     long = runs("epochs=100000", "target=null", "widths=[16,32]")
     results = Results(tmp_path / "results.jsonl")
@@ -213,8 +213,8 @@ def test_time_is_up(runs: Runs, tmp_path: Path) -> None:
     assert resumed == f"8x2 metala d=16 resumes after epoch {reported.index(resumed)}"
     # The last epoch is the end, whenever it is over.
     (short,) = runs(*QUICK)
-    found = train_together([short], prepare(short, torch.device("cpu")), torch.device("cpu"), end=0.0)
-    assert found[0]["epochs"] == 1
+    result = train_together([short], prepare(short, torch.device("cpu")), torch.device("cpu"), end=0.0)
+    assert result[0]["epochs"] == 1
 
 
 def test_every_run_has_the_examples_of_its_task_and_seed(runs: Runs, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_every_run_has_the_examples_of_its_task_and_seed(runs: Runs, tmp_path: P
         assert results.lines[run.id]["loss"] == alone["loss"]
 
 
-def test_a_finished_run_leaves_no_checkpoint(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_run_has_no_checkpoint(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.synthetic.run_checkpoint.SECONDS_BETWEEN", 0.0)
     monkeypatch.setattr("tools.synthetic.run_checkpoint._MIN_TRAINING_PER_WRITING", 0.0)
     (run,) = runs("data.train_examples=128", "data.test_examples=64", "epochs=3", "target=null")
@@ -239,7 +239,7 @@ def test_a_finished_run_leaves_no_checkpoint(runs: Runs, tmp_path: Path, monkeyp
     assert [*tmp_path.glob("unfinished/*")] == []
 
 
-def test_no_device_no_result(runs: Runs, tmp_path: Path) -> None:
+def test_missing_device_gives_no_result(runs: Runs, tmp_path: Path) -> None:
     (run,) = runs(*QUICK)
     results = Results(tmp_path / "results.jsonl")
     failed, _ = train([Group((run,), (run,))], results, ["cuda:98", "cuda:99"])

@@ -1,4 +1,4 @@
-"""GLA, RetNet and HGRN2 as flash-linear-attention stores them (its version 0.6, models/{gla,retnet,hgrn2})."""
+"""Import GLA, RetNet and HGRN2 in the format of flash-linear-attention (version 0.6, models/{gla,retnet,hgrn2})."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from models.config import ModelConfig
 from tools.conversion.foreign.mapping import Foreign, Source, only
 
-_PLAIN: dict[str, tuple[Any, ...]] = {
+_COMMON: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("swish",),
     "use_short_conv": (False,),
     "attn": (None,),
@@ -21,11 +21,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def gla(config: Mapping[str, Any]) -> Foreign:
-    """Yang et al. 2023 (arXiv 2312.06635). Their gate has no bias; the gain of the norm of a head goes into W_O."""
-    only(config, _PLAIN | _GATED | {"expand_k": (0.5,), "expand_v": (1.0, 1), "clamp_min": (None,)})
+    """Describe a GLA model (Yang et al. 2023, arXiv 2312.06635).
+
+    Their gate has no bias. The gain of the per-head norm is multiplied into W_O.
+    """
+    only(config, _COMMON | _WITH_GATE | {"expand_k": (0.5,), "expand_v": (1.0, 1), "clamp_min": (None,)})
     only(config, {"num_kv_heads": (None, config["num_heads"]), "use_gk": (True,), "use_gv": (False,)})
     model = model_of(config, "gla", {"norm": "rmsnorm", "norm_eps": norm_eps(config)}, ratio=4)
-    sources = around(config, model)
+    sources = surrounding_sources(config, model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(
@@ -39,14 +42,14 @@ def gla(config: Mapping[str, Any]) -> Foreign:
 
 
 def retnet(config: Mapping[str, Any]) -> Foreign:
-    """Sun et al. 2023 (arXiv 2307.08621), with RMSNorm in a head, whose gain goes into W_O."""
-    only(config, _PLAIN | _GATED | {"expand_k": (1.0, 1), "num_kv_heads": (None, config["num_heads"])})
+    """Describe a RetNet (Sun et al. 2023, arXiv 2307.08621). The gain of the per-head RMSNorm is multiplied into W_O."""
+    only(config, _COMMON | _WITH_GATE | {"expand_k": (1.0, 1), "num_kv_heads": (None, config["num_heads"])})
     expand = config.get("expand_v", 2.0)
     if expand != int(expand):
         raise ValueError(f"expand_v = {expand}: only whole numbers have a counterpart here")
     options = {"norm": "rmsnorm", "norm_eps": norm_eps(config), "expand_v": int(expand)}
     model = model_of(config, "retnet", options, ratio=2)
-    sources = around(config, model)
+    sources = surrounding_sources(config, model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(
@@ -57,10 +60,12 @@ def retnet(config: Mapping[str, Any]) -> Foreign:
 
 
 def hgrn2(config: Mapping[str, Any]) -> Foreign:
-    """Qin et al. 2024 (arXiv 2404.07904). Their norm takes all heads together; the lower bounds are a cumulative softmax
-    over layers of one matrix, from which each layer takes its own. Their operator divides by sqrt(head_dim), which the norm
-    undoes but for what it adds to the mean square: 1e-5 there, whatever norm_eps says."""
-    only(config, _PLAIN)
+    """Describe an HGRN2 model (Qin et al. 2024, arXiv 2404.07904).
+
+    Their norm is over all heads. The lower bounds of all layers are one matrix with a cumulative softmax over layers. Their
+    operator divides by sqrt(head_dim); the norm cancels this factor except in its epsilon, which is 1e-5 whatever norm_eps is.
+    """
+    only(config, _COMMON)
     size = config["hidden_size"]
     head_dim = config.get("expand_ratio") or size // config["num_heads"]
     heads = size // head_dim
@@ -69,7 +74,7 @@ def hgrn2(config: Mapping[str, Any]) -> Foreign:
         raise ValueError("use_lower_bound = False has no counterpart here: layers after the first have a lower bound")
     options = {"norm_over": "all", "norm_eps": 1e-5 * head_dim, "lower_bound_range": "free"}
     model = model_of({**config, "num_heads": heads}, "hgrn2", options, ratio=4)
-    sources = around(config, model)
+    sources = surrounding_sources(config, model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(ours, theirs, {"q_proj": "q_proj", "f_proj": "f_proj", "v_proj": "i_proj"})
@@ -80,7 +85,11 @@ def hgrn2(config: Mapping[str, Any]) -> Foreign:
     return Foreign(model, sources, (r"^model\.lower_bounds$", *tied(model)))
 
 
-_GATED: dict[str, tuple[Any, ...]] = {"use_output_gate": (True,), "feature_map": (None,), "fuse_norm": (True, False)}
+_WITH_GATE: dict[str, tuple[Any, ...]] = {
+    "use_output_gate": (True,),
+    "feature_map": (None,),
+    "fuse_norm": (True, False),
+}
 
 
 def model_of(config: Mapping[str, Any], mixer: str, options: dict[str, Any], *, ratio: int) -> ModelConfig:
@@ -104,7 +113,7 @@ def model_of(config: Mapping[str, Any], mixer: str, options: dict[str, Any], *, 
     )
 
 
-def around(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Source | None]:
+def surrounding_sources(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Source | None]:
     """Return the sources of embedding, norms, MLP and head."""
     sources: dict[str, Source | None] = {
         "embedding.weight": Source(("model.embeddings.weight",)),
@@ -126,7 +135,7 @@ def linears(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, Sourc
 
 
 def _output(config: Mapping[str, Any], theirs: str, norm: str) -> Source:
-    """W_O with the gain of the norm before it: its columns times the gain, which repeats over the heads."""
+    """Return W_O with its columns times the gain of the preceding norm, which repeats over the heads."""
     if not config.get("elementwise_affine", True):
         return Source((f"{theirs}.o_proj.weight",))
     if norm == "g_norm_swish_gate" and not config.get("fuse_norm", True):
@@ -138,10 +147,10 @@ def _output(config: Mapping[str, Any], theirs: str, norm: str) -> Source:
 
 
 def _lower_bound(matrix: Tensor, layer: int) -> Tensor:
-    """The logit of layer `layer`'s bound: softmax over layers, cumulated, less the first layer's."""
+    """Return the logit of a layer's bound: the cumulative softmax over layers minus the share of the first layer."""
     shares = matrix.double().softmax(0)
     bound = shares[1 : layer + 1].sum(0)
-    # What is left to 1 is summed too, not subtracted, so that bounds near 1 keep their digits.
+    # 1 - bound is a sum, not a difference, so that bounds near 1 keep their digits.
     rest = shares[0] + shares[layer + 1 :].sum(0)
     return (torch.log(bound) - torch.log(rest)).clamp(-80, 80).float()
 

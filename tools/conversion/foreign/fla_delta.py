@@ -1,4 +1,4 @@
-"""DeltaNet, Gated DeltaNet and KDA as flash-linear-attention stores them (its version 0.6), in both directions."""
+"""Import and export DeltaNet, Gated DeltaNet and KDA in the format of flash-linear-attention (version 0.6)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.layers.delta_rule_mixer import DeltaRuleSizes, delta_rule_sizes
-from tools.conversion.foreign.fla import around, linears, model_of, norm_eps, tied
+from tools.conversion.foreign.fla import linears, model_of, norm_eps, surrounding_sources, tied
 from tools.conversion.foreign.mapping import Foreign, Source, only
 
 # model_type there -> mixer here, and the class that transformers loads.
@@ -39,7 +39,7 @@ _ALLOWED_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     "gated_deltanet": {"use_gate": (True,), "output_gate_activation": ("swish", "silu")},
     "kda": {"safe_gate": (False,), "lower_bound": (None,)},
 }
-# Settings of their models that have a counterpart, or none that changes a logit.
+# Settings of their models that have a counterpart or change no logit.
 _READ = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_v_heads", "head_dim", "expand_k", "expand_v"),
     *("conv_size", "allow_neg_eigval", "hidden_ratio", "intermediate_size", "norm_eps", "tie_word_embeddings"),
@@ -55,7 +55,7 @@ _SOURCES_OF = {
 
 
 def delta_rule(config: Mapping[str, Any]) -> Foreign:
-    """Yang et al. 2024 (arXiv 2406.06484, 2412.06464) and Kimi Linear (2510.26692).
+    """Describe a model of the delta rule (Yang et al. 2024, arXiv 2406.06484, 2412.06464; Kimi Linear, 2510.26692).
 
     Raises ValueError for a setting without a counterpart, and for one that version 0.6 does not have.
     """
@@ -67,8 +67,8 @@ def delta_rule(config: Mapping[str, Any]) -> Foreign:
             f"can be imported; save the model with that version, or remove the key if it changes nothing"
         )
     mixer, size, heads = _MIXERS[kind][0], config["hidden_size"], config["num_heads"]
-    # Only the mixer has their heads, which need not divide the width.
-    own_heads = math.gcd(size, heads)
+    # Only the mixer has their number of heads, which need not divide the width.
+    model_heads = math.gcd(size, heads)
     if kind == "delta_net":
         head_dim = round(size * config.get("expand_k", 1.0)) // heads
         expand_v = round(size * config.get("expand_v", 1.0)) // heads / head_dim
@@ -86,8 +86,8 @@ def delta_rule(config: Mapping[str, Any]) -> Foreign:
         "allow_negative_eigenvalues": config.get("allow_neg_eigval", False),
         "norm_eps": norm_eps(config),
     }
-    model = model_of({**config, "num_heads": own_heads}, mixer, options, ratio=4)
-    sources = around(config, model)
+    model = model_of({**config, "num_heads": model_heads}, mixer, options, ratio=4)
+    sources = surrounding_sources(config, model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(ours, theirs, _SOURCES | _SOURCES_OF[kind])
@@ -140,7 +140,7 @@ def fla_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_same(model: ModelConfig, exported: ModelConfig) -> None:
-    """Raise ValueError for a setting that the format cannot hold: it would come back as another one."""
+    """Raise ValueError for a setting that the format cannot store, because an import would return another value."""
     mixer = model.mixers[0]
     free = {
         "num_heads",

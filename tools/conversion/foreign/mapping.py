@@ -1,4 +1,4 @@
-"""Models of other codebases in this one's terms: the model section of a configuration, and where every tensor comes from."""
+"""Describe models of other codebases: the model section of a configuration, and the source of each tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor made from tensors of other names; by default it is the only one.
+    """Make a tensor from the tensors with the given names; by default it is the only one.
 
     Attributes:
         make: from their tensors to the one here.
@@ -30,12 +30,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Foreign:
-    """Another codebase's model.
+    """Describe another codebase's model.
 
     Attributes:
         model: its architecture here.
-        sources: canonical name to where the tensor comes from; None for one that is zero.
-        unused: patterns of names that carry no weights (buffers).
+        sources: parameter name -> source; None for a tensor of zeros.
+        unused: patterns of names without weights (buffers).
     """
 
     model: ModelConfig
@@ -64,7 +64,7 @@ class Renamed(Mapping[str, Tensor]):
 
 
 def only(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """ValueError for a setting with a value that this codebase has no counterpart for. An absent one is allowed."""
+    """Raise ValueError for a setting whose value has no counterpart here. An absent setting is allowed."""
     for key, values in allowed.items():
         if config.get(key, values[0]) not in values:
             raise ValueError(
@@ -73,20 +73,20 @@ def only(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> N
 
 
 def check_names(foreign: Foreign, given: Iterable[str], source: str) -> None:
-    """ValueError naming tensors that are missing, or that belong to nothing, with the nearest names."""
+    """Raise ValueError naming missing and unknown tensors, with the nearest names."""
     given = set(given)
-    wanted = {name for entry in foreign.sources.values() if entry is not None for name in entry.names}
-    missing = sorted(wanted - given)
-    extra = sorted(n for n in given - wanted if not any(re.search(pattern, n) for pattern in foreign.unused))
-    problems = [f"{name} is missing" + _near(name, extra) for name in missing]
-    problems += [f"{name} belongs to nothing" + _near(name, missing or wanted) for name in extra]
+    needed = {name for entry in foreign.sources.values() if entry is not None for name in entry.names}
+    missing = sorted(needed - given)
+    unknown = sorted(n for n in given - needed if not any(re.search(pattern, n) for pattern in foreign.unused))
+    problems = [f"{name} is missing" + nearest(name, unknown) for name in missing]
+    problems += [f"{name} is unknown" + nearest(name, missing or needed) for name in unknown]
     if problems:
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise ValueError(f"{source}: {len(problems)} tensors do not fit config.json: {'; '.join(problems[:6])}{more}")
 
 
 def make(foreign: Foreign, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-    """One tensor under its canonical name, float32. ValueError with both shapes where they differ."""
+    """Return the float32 tensor of a parameter. Raises ValueError with both shapes if they differ."""
     entry = foreign.sources[name]
     if entry is None:
         return torch.zeros(shape)
@@ -101,6 +101,7 @@ def make(foreign: Foreign, name: str, tensors: Mapping[str, Tensor], shape: tupl
     return made.contiguous()
 
 
-def _near(name: str, others: Iterable[str]) -> str:
+def nearest(name: str, others: Iterable[str]) -> str:
+    """Return " (nearest: NAME)", or an empty text if no name is similar."""
     close = difflib.get_close_matches(name, list(others), n=1)
     return f" (nearest: {close[0]})" if close else ""

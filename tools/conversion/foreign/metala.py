@@ -1,4 +1,4 @@
-"""The released MetaLA checkpoints (Chou et al. 2024, arXiv 2411.10741)."""
+"""Import the released MetaLA checkpoints (Chou et al. 2024, arXiv 2411.10741)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 from models.config import ModelConfig
 from tools.conversion.foreign.mapping import Foreign, Source, only
 
-# Their activation of the gate l1 to the MLP here. "swish" is not among them: it is SiLU in some of their code and no
-# activation in other.
+# Activation of their gate l1 -> MLP here. "swish" is refused: their code uses it for SiLU and for no activation.
 _GATES = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu", "none": "bilinear"}
 _NORMS = {"layernorm": ("layernorm", True), "rmsnorm": ("rmsnorm", True), "simplermsnorm": ("rmsnorm", False)}
 
-# Keys that are read, and those that change nothing about the logits of given weights.
+# Keys that `metala` reads, and keys without an effect on the logits of given weights.
 _READ = {
     "vocab_size",
     "decoder_embed_dim",
@@ -41,9 +40,9 @@ _WITHOUT_EFFECT = {
     "initializer_range",
     "add_bos_token",
     "max_position_embeddings",
-    "hidden_dim",  # a width, which the shapes of the weights show
+    "hidden_dim",  # a width, which follows from the shapes of the weights
 }
-# Keys of the code that theirs is built on, with the values that mean MetaLA's layer.
+# Keys of the code that theirs is based on, with the values of MetaLA's layer.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "bias": (False,),
     "linear_act_fun": ("silu",),
@@ -53,11 +52,13 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def metala(config: Mapping[str, Any]) -> Foreign:
-    """Translate their config.json; `k_gate` makes the decay and with it the key, `aug_balance` weighs self-augmentation.
+    """Describe a MetaLA model: `k_gate` makes the decay and the key, `aug_balance` weighs self-augmentation.
 
-    Their "simplermsnorm", also where `norm_type` is absent, has no gain. The value that it adds to the mean square is not in
-    their configuration: `norm_eps` where it is given, else 1e-6. Raises ValueError for a key that is not understood, and
-    KeyError without `no_scale_embedding`, for which there is no safe default.
+    Their "simplermsnorm", the default of `norm_type`, has no gain. Its epsilon is `norm_eps`, or 1e-6 if that is absent.
+
+    Raises:
+        ValueError: an unknown key.
+        KeyError: no `no_scale_embedding`, which has no safe default.
     """
     only(config, _ONLY)
     _refuse_unknown(config)
@@ -78,8 +79,8 @@ def metala(config: Mapping[str, Any]) -> Foreign:
         embedding_scale=1.0 if config["no_scale_embedding"] else float(size**0.5),
         tie_embeddings=bool(config.get("tie_word_embeddings", not config.get("no_tie_embed", False))),
     )
-    kept = ["weight"] if affine else []
-    kept += ["bias"] if affine and norm == "layernorm" else []
+    norm_names = ["weight"] if affine else []
+    norm_names += ["bias"] if affine and norm == "layernorm" else []
     mixer = {
         "q_proj.weight": "q_proj.weight",
         "a_proj.weight": "k_gate.weight",
@@ -93,14 +94,14 @@ def metala(config: Mapping[str, Any]) -> Foreign:
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         for a, b in mixer.items():
             sources[f"{ours}.mixer.{a}"] = Source((f"{theirs}.token_mixer.{b}",))
-        # [channels, 1, kernel] of a depthwise Conv1d; the balance may stand with its heads apart.
+        # A depthwise Conv1d has [channels, 1, kernel]. The balance may have one dimension per head.
         sources[f"{ours}.mixer.conv.weight"] = Source((f"{theirs}.token_mixer.conv1d.weight",), lambda w: w.flatten(1))
         sources[f"{ours}.mixer.aug_weight"] = Source((f"{theirs}.token_mixer.aug_balance",), lambda w: w.flatten())
         for a, b in (("gate_proj", "l1"), ("up_proj", "l2"), ("down_proj", "l3")):
             sources[f"{ours}.mlp.{a}.weight"] = Source((f"{theirs}.channel_mixer.{b}.weight",))
         for a, b in (("norm1", "token_norm"), ("norm2", "channel_norm")):
-            sources |= {f"{ours}.{a}.{k}": Source((f"{theirs}.{b}.{k}",)) for k in kept}
-    sources |= {f"head.norm.{k}": Source((f"model.final_norm.{k}",)) for k in kept}
+            sources |= {f"{ours}.{a}.{k}": Source((f"{theirs}.{b}.{k}",)) for k in norm_names}
+    sources |= {f"head.norm.{k}": Source((f"model.final_norm.{k}",)) for k in norm_names}
     if not model.tie_embeddings:
         sources["head.weight"] = Source(("lm_head.weight",))
     return Foreign(model, sources, ("^lm_head.weight$",) if model.tie_embeddings else ())
@@ -114,7 +115,7 @@ def _chosen(config: Mapping[str, Any], key: str, default: str, allowed: Mapping[
 
 
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    """ValueError for keys that may change the model; those of transformers itself and dropout, which is off, do not."""
+    """Raise ValueError for keys that may change the model. Keys of transformers and of dropout do not."""
     from transformers import PreTrainedConfig
 
     known = _READ | _WITHOUT_EFFECT | _ONLY.keys() | PreTrainedConfig().to_dict().keys()
@@ -122,6 +123,5 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
     if unknown:
         words = ", ".join(f"{key} = {config[key]!r}" for key in unknown[:4])
         raise ValueError(
-            f"{words}: not known of MetaLA's configuration, and it may change the model. Take it out of config.json where it "
-            "does not"
+            f"{words}: unknown in MetaLA's configuration, and may change the model. Remove it from config.json if it does not"
         )

@@ -1,7 +1,7 @@
-"""Logits of a released MetaLA model from its own tensors, by the equations of the paper, token by token in float32.
+"""Compute logits of a released MetaLA model by the equations of the paper, token by token in float32.
 
-It shares no code with `models/`: an import compares the two. Source: Chou et al. 2024 (arXiv 2411.10741), Eq. 13-22 and
-A35, with the released scale 1/sqrt(head_dim_k) and SiLU after the convolution.
+The code is independent of `models/`, because an import compares the two. Source: Chou et al. 2024 (arXiv 2411.10741), Eq.
+13-22 and A35, with the released scale 1/sqrt(head_dim_k) and SiLU after the convolution.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def metala_logits(config: Mapping[str, Any], tensors: Mapping[str, Tensor], toke
 
     Args:
         config: their config.json, as `metala` of `foreign/metala.py` accepts it.
-        tensors: their tensors under their own names; one layer at a time is read.
+        tensors: their tensors under their names; read one layer at a time.
     """
 
     def read(name: str) -> Tensor:
@@ -62,25 +62,25 @@ _MIXER = (
 
 
 def _mix(x: Tensor, w: Mapping[str, Tensor], heads: int) -> Tensor:
-    """x: [batch, length, d] -> the same shape."""
+    """Return the token mixer's output for x [batch, length, d], in x's shape."""
     batch, length, size = x.shape
     taps = w["conv1d.weight"].reshape(size, -1).T
-    before = torch.cat([x.new_zeros(batch, len(taps) - 1, size), x], 1)
-    x = sum(before[:, k : k + length] * tap for k, tap in enumerate(taps))
+    padded = torch.cat([x.new_zeros(batch, len(taps) - 1, size), x], 1)
+    x = sum(padded[:, k : k + length] * tap for k, tap in enumerate(taps))
     x = x * torch.sigmoid(x)
     q, a, v = (x @ w[f"{name}.weight"].T for name in ("q_proj", "k_gate", "v_proj"))
     gate = x @ w["g_proj.weight"].T + w["g_proj.bias"]
     log_alpha = -torch.log1p(torch.exp(-a.abs())) / 16 + a.clamp(max=0) / 16
     alpha, k = log_alpha.exp(), -torch.expm1(log_alpha)
-    own = (q * w["aug_balance"].reshape(-1) * k).unflatten(-1, (heads, -1)).sum(-1, keepdim=True)
+    self_score = (q * w["aug_balance"].reshape(-1) * k).unflatten(-1, (heads, -1)).sum(-1, keepdim=True)
     q, k, v, alpha = (y.unflatten(-1, (heads, -1)) for y in (q, k, v, alpha))
     state = x.new_zeros(batch, heads, q.shape[-1], v.shape[-1])
     outputs = []
     for t in range(length):
         state = alpha[:, t, :, :, None] * state + k[:, t, :, :, None] * v[:, t, :, None, :]
         outputs.append((q[:, t, :, :, None] * state).sum(-2))
-    # In float64: the sigmoid is near 0.5 in every channel, beside which small outputs would lose their last digits.
-    o = torch.stack(outputs, 1).double() * q.shape[-1] ** -0.5 + torch.sigmoid((own * v).double())
+    # In float64: the sigmoid is near 0.5 in every channel, so that small outputs would lose their last digits in the sum.
+    o = torch.stack(outputs, 1).double() * q.shape[-1] ** -0.5 + torch.sigmoid((self_score * v).double())
     centred = o - o.mean(-1, keepdim=True)
     o = (centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()).to(x.dtype)
     return (gate * torch.sigmoid(gate) * o.flatten(2)) @ w["out_proj.weight"].T

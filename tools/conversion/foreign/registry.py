@@ -1,4 +1,4 @@
-"""The formats of other codebases that can be imported."""
+"""List the formats of other codebases that can be imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_FLA: dict[str, Format] = {
 
 
 def translate(config: Mapping[str, Any]) -> Foreign:
-    """By the `model_type` of a config.json. ValueError for a type, or a setting, that has no counterpart here."""
+    """Describe a model by its config.json. Raises ValueError for a `model_type` or setting without a counterpart here."""
     formats: dict[str, Format] = {
         "metalion": metalion,
         "metala": metala,
@@ -35,5 +35,5 @@ def translate(config: Mapping[str, Any]) -> Foreign:
     }
     kind = str(config["model_type"])
     if kind not in formats:
-        raise ValueError(f"model_type {kind!r} cannot be imported; what can: {', '.join(formats)}")
+        raise ValueError(f"model_type {kind!r} cannot be imported; allowed are {', '.join(formats)}")
     return formats[kind](config)

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia) and Llama as transformers stores them, and this project's own exports."""
+"""Import GPT-NeoX (Pythia) and Llama in the format of transformers, and this project's exports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.conversion.foreign.mapping import Foreign, Source, only
 
 
 def metalion(config: Mapping[str, Any]) -> Foreign:
-    """The same names on both sides."""
+    """Describe an export of this project. The names of the tensors are equal."""
     from models.language_model import LanguageModel
 
     fields = {f.name for f in dataclasses.fields(ModelConfig)}
@@ -27,7 +27,10 @@ def metalion(config: Mapping[str, Any]) -> Foreign:
 
 
 def gpt_neox(config: Mapping[str, Any]) -> Foreign:
-    """Black et al. 2022 (arXiv 2204.06745); Pythia: Biderman et al. 2023. Rotary in halves of the rotated channels."""
+    """Describe a GPT-NeoX model (Black et al. 2022, arXiv 2204.06745; Pythia: Biderman et al. 2023).
+
+    Rotary embeddings pair channel i with channel i + n / 2 of the n rotated channels.
+    """
     only(config, {"hidden_act": ("gelu",), "attention_bias": (True,)})
     rope = _rope(config)
     heads = config["num_attention_heads"]
@@ -79,7 +82,7 @@ def gpt_neox(config: Mapping[str, Any]) -> Foreign:
 
 
 def llama(config: Mapping[str, Any]) -> Foreign:
-    """Touvron et al. 2023 (arXiv 2302.13971); rotary in halves of a head."""
+    """Describe a Llama model (Touvron et al. 2023, arXiv 2302.13971). Rotary pairs channel i with i + head_dim / 2."""
     only(config, {"hidden_act": ("silu",), "pretraining_tp": (1,)})
     rope = _rope(config)
     heads, size = config["num_attention_heads"], config["hidden_size"]
@@ -126,7 +129,7 @@ def llama(config: Mapping[str, Any]) -> Foreign:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Transformers 5 keeps the rotary settings in rope_parameters, earlier ones beside rope_scaling."""
+    """Return the rotary settings: in transformers 5 rope_parameters, in earlier versions rope_scaling."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -137,7 +140,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_fused(fused: Tensor, part: int, heads: int) -> Tensor:
-    """GPT-NeoX stores queries, keys and values head by head: [heads, 3, head_dim, ...]."""
+    """Return the queries, keys or values of GPT-NeoX's fused matrix [heads, 3, head_dim, ...]."""
     return fused.unflatten(0, (heads, 3, -1))[:, part].flatten(0, 1)
 
 
@@ -146,5 +149,5 @@ def _one(name: str) -> Source:
 
 
 def _tied(model: ModelConfig, name: str) -> tuple[str, ...]:
-    """A tied matrix may stand in the file a second time."""
+    """Return the pattern of a tied matrix, which the file may hold a second time."""
     return (f"^{name}$",) if model.tie_embeddings else ()
