@@ -20,7 +20,7 @@ examples:
   python train.py                                        the default: a small MetaLA learns Python in 5 minutes on a CPU
   python train.py run.name=second optimizer.lr=1e-3      the same with other values, in runs/second
   python train.py configs/metala_360m.yml data.train=/data/pile_text_document
-  python train.py configs/metala_1.4b.yml --dry-run      parameters, memory, FLOPs and a fake batch; nothing is saved
+  python train.py configs/metala_1.4b.yml --dry-run      parameters, FLOPs, memory, refusals; nothing is saved
   torchrun --nproc-per-node 4 train.py configs/metala_360m.yml configs/cluster/4gpu.yml
 
 The same command resumes a stopped run. SIGTERM, SIGUSR1 or Ctrl-C finish the step, save and exit 0.
@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "config", nargs="*", metavar="FILE.yml | key.sub=value", help="files, merged left to right, and single values"
     )
     parser.add_argument("--print-config", action="store_true", help="print every value and where it comes from; stop")
-    parser.add_argument("--dry-run", action="store_true", help="build, run a fake batch, report memory; save nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print costs and what a start would refuse; save nothing"
+    )
     # The deepspeed launcher adds it to every command. LOCAL_RANK of the environment has the same value.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)

@@ -90,19 +90,33 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
         for problem in problems:
             print(f"unreadable checkpoint: {problem}", file=sys.stderr)
         return newest, newest is not None, bool(problems)
-    has_begun = exists(directory)
-    if resume != "auto" and (not has_begun or is_own_checkpoint(resume, directory)):
-        source = resolve(resume)
-        is_own = source.resolve().parent == directory.resolve()
-        return (directory / source.resolve().name if is_own else source), is_own, is_own
-    if not has_begun:
+    source = _named_source(directory, resume)
+    if source is None:
         return None, False, False
-    if resume != "auto":
+    is_own = source.resolve().parent == directory.resolve()
+    if is_own and resume != "auto" and not is_own_checkpoint(resume, directory):
         print(
             f"checkpoint.resume = {resume} applies to the first start only: resuming from this run's own checkpoints "
             f"(to start from there again, set another run.name or run.directory, or move {directory} away)"
         )
-    return resolve(directory), True, False
+    path = directory / source.resolve().name if is_own else source
+    return path, is_own, is_own and is_own_checkpoint(resume, directory)
+
+
+def check_start(config: CheckpointConfig) -> None:
+    """Raise CheckpointError as `find_start`, without archiving checkpoints and without reading all of one."""
+    if config.resume not in ("never", "newest_readable"):
+        source = _named_source(Path(config.directory), config.resume)
+        if source is not None:
+            read_manifest(source)
+
+
+def _named_source(directory: Path, resume: str) -> Path | None:
+    """Return the step folder for `auto` or a path: the path's at the first start of a run, or if it is one of the run."""
+    has_begun = exists(directory)
+    if resume != "auto" and (not has_begun or is_own_checkpoint(resume, directory)):
+        return resolve(resume)
+    return resolve(directory) if has_begun else None
 
 
 def _effective_resume(config: CheckpointConfig) -> str:

@@ -24,7 +24,6 @@ from megatron_lite.trainer import Trainer
 from models.config import ModelConfig
 from tests.cli.conftest import ROOT
 from tools import generate
-from tools.planning.estimate import memory_of, read_config
 from tools.pretraining import prepare
 
 
@@ -264,34 +263,6 @@ def test_token_count_of_a_batch_ramp(arguments, tmp_path, capsys):
     assert train.main(words) == 0
     assert "12 steps of up to 256 tokens = 0.0 M" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] == 28 * 32
-
-
-def test_dry_run_reports_the_memory_of_the_planner(arguments, monkeypatch, capsys):
-    words = arguments(**{"model.hidden_size": 256, "model.num_heads": 4})
-    words += ["run.device=auto", "precision.dtype=auto"]
-
-    def printed(*more):
-        assert train.main([*words, *more, "--dry-run"]) == 0
-        out = capsys.readouterr().out
-        return out, {part: float(size) for part, size in re.findall(r"^ +([a-z][a-z ]*?) +([\d.]+) GiB", out, re.M)}
-
-    monkeypatch.setattr("tools.planning.dry_run.GIB", 2**20)
-    out, memory = printed()
-    assert "a process on a GPU, bf16, ZeRO 1 over 1" in out
-    total = memory.pop("sum")
-    planned = memory_of(read_config([str(ROOT / "configs/default.yml"), *words], 1), "bf16")
-    assert memory == pytest.approx({name: size / 2**20 for name, size in planned.items()}, abs=0.05)
-    assert total == pytest.approx(sum(memory.values()), abs=0.05)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    out, cut = printed("parallel.tensor=2")
-    assert "the fullest process of tensor 2 x pipeline 1 x context 1 on a GPU, bf16, ZeRO 1 over 1" in out
-    assert cut["optimizer"] == pytest.approx(memory["optimizer"] / 2, rel=0.05)
-    assert memory["activations"] / 2 < cut["activations"] < memory["activations"]
-    out, split = printed("parallel.context=2")
-    assert "ZeRO 1 over 2" in out
-    assert split["optimizer"] == pytest.approx(memory["optimizer"] / 2, rel=0.01)
-    out, _ = printed("run.device=cpu", "precision.dtype=fp32")
-    assert "a process on a CPU, fp32, ZeRO 1 over 2" in out
 
 
 def test_print_config_and_dry_run_write_nothing(arguments, tmp_path, capsys):

@@ -21,7 +21,7 @@ from tools.cli import arguments
 CASES = {
     "train.py": [
         ("NONE.yml", r"nothing\.yml: no such file; name one that is there"),
-        ("TEXT", r"README\.md:3: YAML syntax"),
+        ("TEXT", r"README\.md:\d+: YAML syntax"),
         ("model.hiden_size=64", "model.hiden_size is an unknown key; nearest: model.hidden_size"),
         ("model.hidden_size=wide", 'model.hidden_size = "wide": whole number is allowed'),
         ("model.mixers=[metalla]", "unknown mixer 'metalla'; did you mean metala or mamba"),
@@ -78,7 +78,7 @@ CASES = {
     "tools.compare.__main__": [
         ("NONE", "nothing does not exist: give a comparison's YAML file, such as"),
         ("CONFIG", r"name is missing in .*default\.yml: text like .* is allowed"),
-        ("TEXT", r"README\.md:3: YAML syntax"),
+        ("TEXT", r"README\.md:\d+: YAML syntax"),
         (
             "configs/experiments/compare_lm.yml --models nosuch --plan",
             "--models nosuch is not in the comparison; allowed are",
@@ -98,7 +98,7 @@ CASES = {
         ("NONE", "does not exist"),
         ("RUN --seeds 0", "--seeds: 0: a whole number, 1 or more"),
         ("RUN --tasks nosuch", "--tasks nosuch: the recipe has mnli,"),
-        ("RUN --recipe TEXT", r"README\.md:3: YAML syntax"),
+        ("RUN --recipe TEXT", r"README\.md:\d+: YAML syntax"),
         ("RUN lr.start=3", "lr = "),
         ("RUN lr", "override 'lr': write key.sub=value"),
     ],

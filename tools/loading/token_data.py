@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.corpus.discovery import source_files
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, read_manifest
 from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
@@ -105,11 +106,26 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
     for prefix in (*result.train, result.validation, result.test):
         if prefix is not None:
             check_tokenizer(prefix, tokenizer)
+    _check_vocab_size(data, vocab_size, tokenizer, result.tokenizer_path)
+    return result
+
+
+def check_data(data: DataConfig, vocab_size: int) -> None:
+    """Raise as `prepared_data` for missing or unsuitable files, without the preparation of a corpus."""
+    if data.corpus is None:
+        prepared_data(data, vocab_size)
+        return
+    source_files(data.corpus)
+    if data.tokenizer.path is not None or data.tokenizer.type == "bytes":
+        tokenizer = load_tokenizer(data.tokenizer.type, data.tokenizer.path)
+        _check_vocab_size(data, vocab_size, tokenizer, data.tokenizer.path)
+
+
+def _check_vocab_size(data: DataConfig, vocab_size: int, tokenizer: Tokenizer, path: Path | str | None) -> None:
     needed = max(tokenizer.vocab_size, tokenizer.mask_id + 1) if data.objective == "masked" else tokenizer.vocab_size
     if needed > vocab_size:
         entries = f"{tokenizer.vocab_size} entries" + (" and a mask token" if needed > tokenizer.vocab_size else "")
         raise ValueError(
             f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {entries} "
-            f"({result.tokenizer_path or result.tokenizer_type}); set model.vocab_size to {padded_vocab_size(needed)}"
+            f"({path or data.tokenizer.type}); set model.vocab_size to {padded_vocab_size(needed)}"
         )
-    return result
