@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
@@ -17,6 +18,9 @@ class Block(nn.Module):
     """Compute h = x + mixer(norm1(x)), y = h + mlp(norm2(h)).
 
     With `model.parallel_residual`: y = x + mixer(norm1(x)) + mlp(norm2(x)).
+
+    Mixers with a value residual (RWKV-7) read the values of the first of them. From the first to the last of these layers
+    the hidden state holds these values behind the channels of the residual stream, so that a pipeline sends one tensor.
     """
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
@@ -27,6 +31,8 @@ class Block(nn.Module):
         self.norm2 = Norm(config)
         self.mlp = MLPS[config.mlp](config)
         self.parallel_residual = config.parallel_residual
+        self._size = config.hidden_size
+        self._last_with_values = layer_index >= config.value_residual_layers()[-1]
 
     def forward(
         self,
@@ -40,27 +46,37 @@ class Block(nn.Module):
 
         mask: [batch, length] bool, True for real tokens. cu_seqlens: [segments + 1] int, with batch 1. state: the mixer's
         state from an earlier call, or None.
+        Between the layers of a value residual x and the output have the channels of these values too.
         Raises ValueError under context parallelism for a mixer that does not support it, and for a state.
         """
-        x, mixed = self.mix(x, mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
+        x, mixed, *rest = self.mix(x, mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
         if not return_state:
-            return self.finish(x, mixed)
+            return self.finish(x, mixed, *rest)
         mixed, new_state = mixed
-        return self.finish(x, mixed), new_state
+        return self.finish(x, mixed, *rest), new_state
 
-    def mix(self, x: Tensor, **context: Any) -> tuple[Tensor, Any]:
-        """Run norm and mixer, the first part of `forward`, with its arguments. Return both arguments of `finish`."""
+    def mix(self, x: Tensor, **context: Any) -> tuple[Any, ...]:
+        """Run norm and mixer, the first part of `forward`, with its arguments. Return the arguments of `finish`."""
         if context_parallel_group() is not None:
             self._check_context_parallel(context.get("state") is not None or context.get("return_state", False))
+        values = None
+        if x.shape[-1] > self._size:
+            values, x = x[..., self._size :], x[..., : self._size].contiguous()
         normed, x = self.norm1(x, return_sum=True)
-        return x, self.mixer(normed, **context)
+        if getattr(self.mixer, "value_residual", False):
+            mixed, values = self.mixer(normed, values=values, return_values=True, **context)
+        else:
+            mixed = self.mixer(normed, **context)
+        return (x, mixed) if values is None or self._last_with_values else (x, mixed, values)
 
-    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def finish(self, x: Tensor, mixed: Tensor, values: Tensor | None = None) -> Tensor:
         """Run the rest of `forward`. x: the residual stream; mixed: the mixer's output, of the same shape."""
         if self.parallel_residual:
-            return x + mixed + self.mlp(self.norm2(x))
-        normed, hidden = self.norm2(x, mixed, return_sum=True)
-        return hidden + self.mlp(normed)
+            y = x + mixed + self.mlp(self.norm2(x))
+        else:
+            normed, hidden = self.norm2(x, mixed, return_sum=True)
+            y = hidden + self.mlp(normed)
+        return y if values is None else torch.cat([y, values], -1)
 
     def _check_context_parallel(self, with_state: bool) -> None:
         if not getattr(self.mixer, "supports_context_parallel", False):

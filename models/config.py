@@ -156,6 +156,18 @@ class ModelConfig:
         """Return the mixer's name in block `layer_index`: the pattern `mixers`, repeated."""
         return self.mixers[layer_index % len(self.mixers)]
 
+    def value_residual_layers(self) -> tuple[int, ...]:
+        """Return the blocks whose mixers read the values of the first of them; (-1,) for none."""
+        from .mixers import MIXERS
+
+        reads = [getattr(MIXERS[self.mixer_of(index)], "value_residual", False) for index in range(self.num_layers)]
+        return tuple(index for index, read in enumerate(reads) if read) or (-1,)
+
+    def reads_values(self, layer_index: int) -> bool:
+        """Return whether the input of block `layer_index` holds the values of a value residual (`models.block.Block`)."""
+        layers = self.value_residual_layers()
+        return layers[0] < layer_index <= layers[-1]
+
     def sharded_sizes(self) -> dict[str, int]:
         """Return the sizes that tensor parallelism splits, by config key. Its degree must divide each of them."""
         from .mixers import MIXERS

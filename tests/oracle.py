@@ -41,7 +41,9 @@ def train(
         model = LanguageModel(config, seed=seed)
     decay, exempt = [], []
     for name, parameter in model.named_parameters():
-        no_decay = parameter.ndim < 2 or "norm" in name or "decay" in name or name.startswith("embedding")
+        no_decay = (
+            parameter.ndim < 2 or "norm" in name or "decay" in name.rpartition(".")[2] or name.startswith("embedding")
+        )
         (exempt if no_decay else decay).append(parameter)
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}],

@@ -147,7 +147,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         recompute = self.gradient_checkpointing and self.training
         for block, state in zip(self.blocks, states[1:], strict=True):
             if collect:
-                collected.append(hidden)
+                collected.append(hidden[..., : self.config.hidden_size])
             if use_cache:
                 hidden, new_state = block(hidden, mask=mask, state=state, return_state=True)
                 new_states.append(new_state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..operators.delta_rule.delta_rule import delta_rule
 from ..operators.varlen import without_padding
-from ..options import ModelShape, nearest_multiples, require_at_least, require_divisor, require_positive
+from ..options import ModelShape, nearest_multiples, option, require_at_least, require_divisor, require_positive
 from ..precision import to_accumulation_dtype
 from ..recompute import recomputable
 from .projections import FusedProjections, apply_each, linear
@@ -28,28 +28,20 @@ class DeltaRuleOptions:
     # key_dim / hidden_size where head_dim is null.
     key_fraction: ClassVar[float] = 1.0
 
-    num_heads: int | None = field(default=None, metadata={"doc": "Heads of queries and keys. null: model.num_heads."})
-    num_value_heads: int | None = field(
-        default=None,
-        metadata={
-            "doc": "Heads of values and states, a multiple of num_heads; each group shares a query and a key. null: num_heads."
-        },
+    num_heads: int | None = option(None, "Heads of queries and keys. null: model.num_heads.")
+    num_value_heads: int | None = option(
+        None,
+        "Heads of values and states, a multiple of num_heads; each group shares a query and a key. null: num_heads.",
     )
-    head_dim: int | None = field(
-        default=None,
-        metadata={
-            "doc": "Channels of a query and a key per head. null: the mixer's fraction of hidden_size / num_heads."
-        },
+    head_dim: int | None = option(
+        None, "Channels of a query and a key per head. null: the mixer's fraction of hidden_size / num_heads."
     )
-    expand_v: float = field(default=1.0, metadata={"doc": "Channels of a value per head / head_dim."})
-    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the three convolutions, in tokens."})
-    allow_negative_eigenvalues: bool = field(
-        default=False,
-        metadata={
-            "doc": "true: erase gates reach 2, so that a step can reverse the content of a key (arXiv 2411.12537)."
-        },
+    expand_v: float = option(1.0, "Channels of a value per head / head_dim.")
+    conv_kernel: int = option(4, "Kernel size of the three convolutions, in tokens.")
+    allow_negative_eigenvalues: bool = option(
+        False, "true: erase gates reach 2, so that a step can reverse the content of a key (arXiv 2411.12537)."
     )
-    norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the mean square in the norm per head."})
+    norm_eps: float = option(1e-5, "Added to the mean square in the norm per head.")
 
     def __post_init__(self) -> None:
         require_at_least(self.mixer, self, 1, "num_heads", "num_value_heads", "head_dim", "conv_kernel")

@@ -12,6 +12,7 @@ and, where the default does not hold,
   check(config, options)        static: raises ValueError with the key if the shape cannot be built (default: no check)
   sharded_sizes(config, options)    static: sizes besides the heads that tensor parallelism splits, by config key
   causal                        False if a token sees later tokens; an option of that name takes precedence
+  value_residual                whether it reads the values of the first layer of its kind (`models.block.Block`)
   supports_context_parallel     whether it runs on a local shard of a sequence (default: it does not)
 
 The trainer reads the plan's sharding specs: "column" and "row" for linear layers, "heads" for a tensor cut with the columns,
@@ -45,6 +46,7 @@ from .qlstm import QLSTM
 from .retnet import RetNet
 from .rg_lru import RGLRU
 from .rwkv4 import RWKV4
+from .rwkv7 import RWKV7
 from .s5 import S5
 from .transnormer import TransNormer
 
@@ -68,6 +70,7 @@ MIXERS: dict[str, Any] = {
     "retnet": RetNet,
     "rg_lru": RGLRU,
     "rwkv4": RWKV4,
+    "rwkv7": RWKV7,
     "s5": S5,
     "transnormer": TransNormer,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ..layers.delta_rule_mixer import (
     softplus_decay,
 )
 from ..layers.projections import linear
-from ..options import ModelShape
+from ..options import ModelShape, option
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class GatedDeltaNetOptions(DeltaRuleOptions):
     mixer: ClassVar[str] = "gated_delta_net"
     key_fraction: ClassVar[float] = 0.75
 
-    expand_v: float = field(default=2.0, metadata={"doc": "Channels of a value per head / head_dim."})
+    expand_v: float = option(2.0, "Channels of a value per head / head_dim.")
 
 
 class GatedDeltaNet(DeltaRuleMixer):

@@ -65,10 +65,15 @@ def build(
     dtype: torch.dtype = torch.float32,
     size: int = SIZE,
     heads: int = HEADS,
-    layer: int = LAYER,
+    layer: int | None = None,
 ) -> nn.Module:
-    """Return the mixer with all parameters changed from their initial values: a zero would hide an error."""
+    """Return the mixer with all parameters changed from their initial values: a zero would hide an error.
+
+    layer: None for LAYER, and for the first where others need its values.
+    """
     name, options = case
+    if layer is None:
+        layer = 0 if getattr(MIXERS[name], "value_residual", False) else LAYER
     config = ModelConfig(
         vocab_size=8,
         num_layers=LAYERS,

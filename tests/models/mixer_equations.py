@@ -265,3 +265,31 @@ def _delta_mixer(name: str, p: Weights, x: Tensor, heads: int, layer: int, layer
 delta_net, gated_delta_net, kda, gdn2 = (
     partial(_delta_mixer, name) for name in ("delta_net", "gated_delta_net", "kda", "gdn2")
 )
+
+
+def rwkv7(p: Weights, x: Tensor, heads: int, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the output and the values of the first layer. values: None in the first layer."""
+    before = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+    x_r, x_w, x_k, x_v, x_a, x_g = (x + (before - x) * p[f"mix_{name}"] for name in "rwkvag")
+    r, k, v = _map(p, "r_proj", x_r), _map(p, "k_proj", x_k), _map(p, "v_proj", x_v)
+    alpha = torch.exp(-math.exp(-0.5) * _sigmoid(_map(p, "decay_up", torch.tanh(_map(p, "decay_down", x_w)))))
+    rate = _sigmoid(_map(p, "rate_up", _map(p, "rate_down", x_a)))
+    gate = _map(p, "gate_up", _sigmoid(_map(p, "gate_down", x_g)))
+    if values is None:
+        values = v
+    else:
+        v = v + (values - v) * _sigmoid(_map(p, "value_up", _map(p, "value_down", x_v)))
+    kappa = _heads(k * p["removal_scale"], heads)
+    kappa = kappa / torch.sqrt((kappa**2).sum(-1, keepdim=True) + 1e-6)
+    k = k * (1 + (rate - 1) * p["key_scale"])
+    r, k, v, alpha, rate = (_heads(y, heads) for y in (r, k, v, alpha, rate))
+    out = torch.zeros_like(v)
+    for h in range(heads):
+        state = torch.zeros(k.shape[-1], v.shape[-1], dtype=torch.float64)
+        for t in range(len(x)):
+            removal = torch.outer(rate[t, h] * kappa[t, h], kappa[t, h])
+            state = (torch.diag(alpha[t, h]) - removal) @ state + torch.outer(k[t, h], v[t, h])
+            out[t, h] = r[t, h] @ state
+    normed = _layer_norm(out, 1e-5 * k.shape[-1]).flatten(1) * p["norm_weight"] + p["norm_bias"]
+    bonus = ((r * k * p["bonus"].view(heads, -1)).sum(-1, keepdim=True) * v).flatten(1)
+    return _map(p, "out_proj", (normed + bonus) * gate), values

@@ -44,7 +44,7 @@ def expected(
 
 # A change of the weights by 1e-7, float32's rounding, changes the norm of these at their initialisation by up to 3e-5
 # (of MetaLA: 2e-7).
-ILL_CONDITIONED = ("gla", "retnet", "transnormer")
+ILL_CONDITIONED = ("gla", "retnet", "rwkv7", "transnormer")
 CASES = [(processes, case) for processes in (2, 4) for case in layouts.cases(processes)]
 
 

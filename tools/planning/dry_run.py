@@ -112,7 +112,8 @@ def _time_layers(model: ModelConfig, length: int, device: torch.device, dtype: t
         arguments: dict[str, Any] = {}
         if index == len(specs) - 1:
             arguments = {"labels": tokens, "loss_weight": torch.ones(1, length, device=device)}
-        x = tokens if index == 0 else torch.randn(1, length, model.hidden_size, device=device, dtype=dtype)
+        width = model.hidden_size * (2 if model.reads_values(index - 1) else 1)
+        x = tokens if index == 0 else torch.randn(1, length, width, device=device, dtype=dtype)
         start = time.perf_counter()
         layer(x.requires_grad_(x.is_floating_point()), **arguments).float().sum().backward()
         if x.is_cuda:

@@ -60,12 +60,17 @@ def layer_costs(
         for index, spec in enumerate(specs):
             block = 0 < index < len(specs) - 1
             kind = f"{model.mixer_of(index - 1)} {mode_of(index, len(specs), parallel)}" if block else spec.name
+            # The values of the first layer of a value residual, of this rank's heads and all tokens.
+            values = (
+                model.hidden_size * length // (layout.tensor * residual_length) if model.reads_values(index - 1) else 0
+            )
+            kind += f" {values}"
             if kind not in known:
                 with torch.device(device):
                     layer = build_layer(spec, index, None if device == "meta" else 0)
                 shard_and_fuse(layer, tensor, parallel)
                 layer = layer.to(dtype)
-                shape = (micro_batch_size, residual_length, model.hidden_size)
+                shape = (micro_batch_size, residual_length, model.hidden_size + values)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)
                 call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, recompute_elementwise)
                 extra = {"labels": tokens, "loss_weight": weight} if index == len(specs) - 1 else {}

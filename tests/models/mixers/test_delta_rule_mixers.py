@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_lite.optim.param_groups import parameter_kind
-from tests.models.mixer_cases import build
+from models.config import ModelConfig
+from models.language_model import LanguageModel
+from tests.models import mixer_equations as equations
+from tests.models.mixer_cases import HEADS, assert_close, build, tokens
 from tests.models.mixers.test_mixers_ssm import assert_uniform, first
 
 
@@ -26,3 +31,74 @@ def test_decay_parameters_have_no_weight_decay(name: str) -> None:
     kinds = {key: parameter_kind(mixer, key) for key, _ in mixer.named_parameters()}
     assert {key for key, kind in kinds.items() if kind != "weight"} >= {"a_log", "dt_bias", "norm_weight"}
     assert kinds["a_log"] == "decay"
+
+
+def test_rwkv7_equals_its_equations_and_hands_on_the_first_values() -> None:
+    first, second = (build(("rwkv7", {}), torch.float64, layer=layer) for layer in (0, 1))
+    x = tokens(70, dtype=torch.float64)
+    weights = [{k: v.detach() for k, v in mixer.named_parameters()} for mixer in (first, second)]
+    y, values = first(x, return_values=True)
+    expected, expected_values = equations.rwkv7(weights[0], x[0], HEADS)
+    assert_close(y[0], expected, 1e-9)
+    assert_close(values[0], expected_values, 1e-12)
+    y, same = second(x, values=values, return_values=True)
+    assert_close(y[0], equations.rwkv7(weights[1], x[0], HEADS, expected_values)[0], 1e-9)
+    assert torch.equal(same, values)
+    # Rows between layers are fewer and longer where the sequence is sharded.
+    assert torch.equal(second(x, values=values.reshape(1, 35, -1)), y)
+    with pytest.raises(ValueError, match="needs `values` of the first"):
+        second(x)
+
+
+def value_residual_model(*mixers: str, **changes: Any) -> LanguageModel:
+    shape = {"vocab_size": 31, "num_layers": 4, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32}
+    model = LanguageModel(ModelConfig(**shape, mixers=mixers, **changes), seed=5).double()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+@pytest.mark.parametrize("mixers", [("rwkv7",), ("kda", "rwkv7"), ("rwkv7", "kda", "kda")])
+def test_models_with_a_value_residual_decode_as_the_full_forward(mixers: tuple[str, ...]) -> None:
+    model = value_residual_model(*mixers)
+    ids = torch.randint(0, 31, (2, 12), generator=torch.Generator().manual_seed(1))
+    full = model(ids)
+    logits, state = model(ids[:, :8], return_state=True)
+    parts = [logits]
+    for t in range(8, 12):
+        logits, state = model(ids[:, t : t + 1], state=state, return_state=True)
+        parts.append(logits)
+    assert_close(torch.cat(parts, 1), full, 1e-10)
+
+
+def test_all_layers_read_the_values_of_the_first() -> None:
+    model = value_residual_model("rwkv7")
+    ids = torch.randint(0, 31, (1, 9), generator=torch.Generator().manual_seed(1))
+    hidden = model.embedding(ids)
+    widths = []
+    for block in model.blocks:
+        hidden = block(hidden)
+        widths.append(hidden.shape[-1])
+    assert widths == [32, 32, 32, 16]
+    with torch.no_grad():
+        expected = model(ids)
+        model.blocks[0].mixer.out_proj.weight.zero_()
+        without = model(ids)
+        model.blocks[0].mixer.v_proj.weight.mul_(2)
+        # The first layer's own output is zero: its values reach the others alone.
+        assert (model(ids) - without).abs().max() > 1e-3
+    assert (without - expected).abs().max() > 1e-3
+
+
+def test_rwkv7_begins_as_the_released_models() -> None:
+    mixer = first("rwkv7", hidden_size=128, num_heads=2)
+    decay = torch.sigmoid(mixer.decay_up.bias.detach())
+    # The second of three layers: w from exp(-0.6) to 1 within a head, and later channels decay faster.
+    assert decay[:64].argmax() == 63
+    assert decay[64:].mean() > decay[:64].mean()
+    assert not mixer.decay_down.weight.any()
+    torch.testing.assert_close(mixer.norm_weight.detach(), torch.full((128,), (2 / 3) ** 0.7))
+    assert mixer.mix_r[0] == 1
+    assert parameter_kind(mixer, "mix_r") == "norm"

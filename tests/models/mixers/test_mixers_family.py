@@ -180,6 +180,7 @@ OPERATORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "retnet": lambda o: _chunks(4, 8, 16),
     "rg_lru": lambda o: 5 * 32,
     "rwkv4": lambda o: 20 * 32,
+    "rwkv7": lambda o: 32 * (7 * 64 + 6 * 8),
     "s5": lambda o: 8 * 32,
     "transnormer": lambda o: _chunks(4, 8 if o.get("phase") == "first" else 16, 8),
 }

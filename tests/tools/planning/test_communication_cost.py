@@ -62,7 +62,19 @@ def test_gathered_numbers_are_the_state_of_the_mixer(name: str, options: dict[st
         size = state["recurrent"].numel()
         # The attention layer adds nothing to the mean over two blocks. Per-channel decays are as many as states, and the
         # delta rule has matrices.
-        twice = ("hgrn", "mamba", "qlstm", "rg_lru", "rwkv4", "s5", "delta_net", "gated_delta_net", "gdn2", "kda")
+        twice = (
+            "hgrn",
+            "mamba",
+            "qlstm",
+            "rg_lru",
+            "rwkv4",
+            "s5",
+            "delta_net",
+            "gated_delta_net",
+            "gdn2",
+            "kda",
+            "rwkv7",
+        )
         assert size <= 2 * elements <= (2 if name in twice else 1.12) * size
     else:
         assert 2 * elements == 2 * 4 * (32 * 64 + 32)  # MetaLA's state and decays, in both directions
