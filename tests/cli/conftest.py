@@ -108,10 +108,15 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], secon
 
 
 def train_lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the values that must be equal in two equal runs."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Return the values of every training step that must be equal in two equal runs."""
     keys = ("step", "loss", "gradient_norm", "learning_rate", "tokens")
-    return [{key: line[key] for key in keys} for line in lines if line["kind"] == "train"]
+    return [{key: line[key] for key in keys} for line in metrics_lines(folder, "train")]
+
+
+def metrics_lines(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl; `kind`: of this kind alone."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if kind in (None, line["kind"])]
 
 
 def assert_same_run(run: Path, other: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pkgutil
 import resource
@@ -21,7 +20,7 @@ from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.fault_tolerance.run_lock import RunLock
 from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.trainer import Trainer
-from tests.cli.conftest import ROOT, start, train_lines, wait_for
+from tests.cli.conftest import ROOT, metrics_lines, start, train_lines, wait_for
 
 
 def test_saves_follow_the_configuration(arguments, tmp_path):
@@ -59,8 +58,7 @@ def test_asynchronous_saves_equal_synchronous_saves(arguments, tmp_path):
     )
     assert synchronous == asynchronous
     assert set(synchronous) == {"step_00000008", "step_00000009"}
-    saves = [json.loads(line) for line in (tmp_path / "asynchronous" / "metrics.jsonl").read_text().splitlines()]
-    saves = [line for line in saves if line["kind"] == "checkpoint"]
+    saves = metrics_lines(tmp_path / "asynchronous", "checkpoint")
     assert [line["step"] for line in saves] == [2, 4, 6, 8, 9]
     assert all(0 < line["stopped_seconds"] <= line["seconds"] for line in saves)
 
@@ -144,21 +142,22 @@ def test_signal_saves_before_the_validation_of_its_step(arguments, tmp_path):
         patch.setattr(Trainer, "_step", signalled)
         assert train.main(arguments("resumed", **settings)) == 0
 
-    def lines(name):
-        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-
     def killed(trainer, steps):
         step(trainer, steps)
         raise RuntimeError
 
-    assert [line["kind"] for line in lines("resumed") if line["step"] == 4] == ["train", "checkpoint", "stop"]
+    assert [line["kind"] for line in metrics_lines(tmp_path / "resumed") if line["step"] == 4] == [
+        "train",
+        "checkpoint",
+        "stop",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_step", killed)
         with pytest.raises(RuntimeError):
             train.main(arguments("resumed", **settings))
     assert train.main(arguments("resumed", **settings)) == 0
     uninterrupted, resumed = (
-        [(v["step"], v["loss"]) for v in lines(name) if v["kind"] == "validation"]
+        [(line["step"], line["loss"]) for line in metrics_lines(tmp_path / name, "validation")]
         for name in ("uninterrupted", "resumed")
     )
     assert [step for step, _ in uninterrupted] == [2, 4, 6, 8]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from data.indexed import IndexedTokens
 from megatron_lite.config.loader import load_config
 from megatron_lite.validation import ValidationSet
 from models.config import ModelConfig
-from tests.cli.conftest import train_lines
+from tests.cli.conftest import metrics_lines, train_lines
 from tools.preprocess_data import main as preprocess
 from tools.pretraining.data import validation_set
 
@@ -42,11 +41,6 @@ def files(tmp_path_factory) -> dict[str, str]:
     return {name: f"{folder}/{name}_text_document" for name in ("pile", "web", "valid")}
 
 
-def lines(folder: Path, kind: str) -> list[dict[str, float]]:
-    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in every if line["kind"] == kind]
-
-
 def test_resumed_run_on_a_blend_with_all_data_options_equals_the_uninterrupted_one(arguments, files, tmp_path, capsys):
     changes = {
         "data.corpus": "null",
@@ -68,7 +62,7 @@ def test_resumed_run_on_a_blend_with_all_data_options_equals_the_uninterrupted_o
         assert train.main(arguments("resumed", **{**changes, "schedule.train_steps": steps})) == 0
     assert train_lines(tmp_path / "uninterrupted") == train_lines(tmp_path / "resumed")
 
-    steps = lines(tmp_path / "uninterrupted", "train")
+    steps = metrics_lines(tmp_path / "uninterrupted", "train")
     assert [line["tokens"] for line in steps] == [64, 128, 192, *range(320, 900, 128)]
     assert {key for line in steps for key in line if key.startswith("loss/")} == {
         "loss/Github",
@@ -76,11 +70,11 @@ def test_resumed_run_on_a_blend_with_all_data_options_equals_the_uninterrupted_o
         "loss/web",
     }
     assert all(0 <= line["data_share"] < 1 for line in steps)
-    (first, *_, last) = lines(tmp_path / "uninterrupted", "validation")
+    (first, *_, last) = metrics_lines(tmp_path / "uninterrupted", "validation")
     assert {"loss/Github", "loss/ArXiv"} <= set(last) & set(first)
     assert min(last["loss/Github"], last["loss/ArXiv"]) <= last["loss"] <= max(last["loss/Github"], last["loss/ArXiv"])
     assert last["loss"] < first["loss"]
-    (test,) = lines(tmp_path / "uninterrupted", "test")
+    (test,) = metrics_lines(tmp_path / "uninterrupted", "test")
     assert "loss/web" in test
     report = json.loads((tmp_path / "uninterrupted" / "summary.json").read_text())
     assert report["test"]["loss"] == test["loss"]
@@ -100,7 +94,7 @@ def test_loss_per_source_covers_all_steps_since_the_last_line_after_a_resume(arg
         for steps in ends:
             assert train.main(arguments(name, **changes, **{"schedule.train_steps": steps})) == 0
     uninterrupted, resumed = (
-        [{key: line[key] for key in line if key.startswith("loss")} for line in lines(tmp_path / name, "train")]
+        [{key: line[key] for key in line if key.startswith("loss")} for line in metrics_lines(tmp_path / name, "train")]
         for name in ("uninterrupted", "resumed")
     )
     assert len(uninterrupted) == 2
@@ -174,11 +168,11 @@ def test_masked_language_model(arguments, files, tmp_path, layout, capsys):
     }
     assert train.main(arguments(layout, **changes)) == 0
     out = capsys.readouterr().out
-    steps = lines(tmp_path / layout, "train")
+    steps = metrics_lines(tmp_path / layout, "train")
     losses = [line["loss"] for line in steps]
     assert losses[-1] < losses[0] - 0.5
     assert all(0 <= line["accuracy"] <= 1 for line in steps)
-    (validation,) = lines(tmp_path / layout, "validation")
+    (validation,) = metrics_lines(tmp_path / layout, "validation")
     assert {"loss/Github", "loss/ArXiv"} <= set(validation)
     assert "bits_per_byte" not in validation
     assert f"masked-token accuracy: {validation['accuracy']:.2%}" in out

@@ -22,7 +22,7 @@ from megatron_lite.metrics.logger import MetricsLogger, read_metrics
 from megatron_lite.parallel.grid import init_grid
 from megatron_lite.trainer import Trainer
 from models.config import ModelConfig
-from tests.cli.conftest import ROOT
+from tests.cli.conftest import ROOT, metrics_lines
 from tools import generate
 from tools.pretraining import prepare
 
@@ -43,7 +43,7 @@ def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_p
     assert report["tokens_per_second"] == pytest.approx(report["tokens"] / report["training_seconds"])
     assert f"({report['tokens_per_second']:,.0f} tokens/s)" in out
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_lines(folder)
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 9))
     assert [line["step"] for line in lines if line["kind"] == "validation"] == [4, 8]
     expected = {
@@ -97,7 +97,7 @@ def test_run_killed_after_its_last_step_completes_at_the_next_start(arguments, t
     assert "validation loss" in out
     assert "checkpoint   " + str(folder / "checkpoints" / "step_00000008") in out
     assert json.loads((folder / "summary.json").read_text())["steps"] == 8
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_lines(folder)
     assert [line["kind"] for line in lines if line["step"] == 8] == ["train", "checkpoint", "validation", "sample"]
     assert train.main(arguments()) == 0
     again = capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import signal
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 
 from tests.cli.conftest import run_words, write_corpus
-from tests.faults.started_command import StartedCommand, training_command
+from tests.faults.started_command import StartedCommand, last_step, training_command
 
 HEARTBEAT = 2.0  # seconds
 SETTINGS = {"run.heartbeat_seconds": HEARTBEAT, "schedule.train_steps": 99999, "checkpoint.interval": 0}
@@ -30,9 +29,9 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
         name = f"frozen{number}"
         command = training_command(run_words(corpus, folder, name, **SETTINGS), ranks=2)
         with StartedCommand(command, folder / f"{name}.log") as started:
-            started.wait_until(lambda file=folder / name / "metrics.jsonl": _steps(file) >= 3, 120)
+            started.wait_until(lambda run=folder / name: last_step(run) >= 3, 120)
             time.sleep(draw.random())
-            survived = _survives_a_pause(started, folder / name / "metrics.jsonl")
+            survived = _survives_a_pause(started, folder / name)
             named = survived and _is_named(started, draw.randrange(2))
             # torchrun waits 30 s for a frozen rank before it kills it.
             counts["orphans"] += len(started.wait_for_all(40))
@@ -42,15 +41,15 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
     return counts
 
 
-def _survives_a_pause(started: StartedCommand, metrics: Path) -> bool:
+def _survives_a_pause(started: StartedCommand, run_folder: Path) -> bool:
     """Freeze all processes for longer than the heartbeat. Return whether the run then makes steps without an error."""
     processes = started.processes()
     started.signal(signal.SIGSTOP, processes)
     time.sleep(1.6 * HEARTBEAT)
-    steps = _steps(metrics)
+    step = last_step(run_folder)
     started.signal(signal.SIGCONT, processes)
     end = time.monotonic() + 1.5 * HEARTBEAT  # a wrong verdict on the pause comes within one heartbeat
-    survives = started.wait_until(lambda: _steps(metrics) > steps + 3 and time.monotonic() > end, 60)
+    survives = started.wait_until(lambda: last_step(run_folder) > step + 3 and time.monotonic() > end, 60)
     return survives and "error: " not in started.log.read_text()
 
 
@@ -62,11 +61,3 @@ def _is_named(started: StartedCommand, rank: int) -> bool:
     is_named = started.wait_until(lambda: re.search(error, started.log.read_text()), 60)
     started.signal(signal.SIGKILL, [victim])
     return is_named
-
-
-def _steps(metrics: Path) -> int:
-    try:
-        lines = metrics.read_bytes().splitlines()
-    except OSError:
-        return 0
-    return max((json.loads(line)["step"] for line in lines if line.endswith(b"}")), default=0)

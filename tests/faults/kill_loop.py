@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import signal
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint import reader
-from tests.cli.conftest import run_words, train_lines, write_corpus
-from tests.faults.started_command import StartedCommand, training_command
+from tests.cli.conftest import metrics_lines, run_words, train_lines, write_corpus
+from tests.faults.started_command import StartedCommand, last_step, training_command
 
 INTERVAL = 5  # steps between saves, and between validations
 MOMENTS = ("start", "step", "save", "validation")
@@ -61,12 +60,11 @@ def run(count: int, seed: int, folder: Path, *, ranks: tuple[int, ...] = (1, 2))
 def outcome(folder: Path) -> dict[str, Any]:
     """Return the values that must be equal bit for bit: files of the last checkpoint, losses, position in the data."""
     manifest = reader.read_manifest(reader.resolve(folder))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "files": {name: entry for name, entry in manifest["files"].items() if name.endswith(".safetensors")},
         "state": {key: value for key, value in manifest["state"].items() if key != "seconds"},
         "steps": train_lines(folder),
-        "validation": [(line["step"], line["loss"]) for line in lines if line["kind"] == "validation"],
+        "validation": [(line["step"], line["loss"]) for line in metrics_lines(folder, "validation")],
     }
 
 
@@ -91,7 +89,7 @@ def _kill_until_complete(
             if started.agent.returncode:
                 raise RuntimeError(f"{folder.name} ended with {started.agent.returncode}: {output[-3000:]}")
             return kills
-        kills, done = kills + 1, _last_step(folder)
+        kills, done = kills + 1, last_step(folder)
         counts["kills"] += 1
 
 
@@ -111,12 +109,12 @@ def _first_step(output: str) -> int | None:
 
 def _wait_for(moment: str, started: StartedCommand, folder: Path, draw: random.Random) -> bool:
     """Wait for the moment of a kill. Return False if the run has ended earlier."""
-    first, share = _last_step(folder), draw.random()
+    first, share = last_step(folder), draw.random()
     checkpoints = folder / "checkpoints"
     saved = _latest(checkpoints)
     conditions = {
         "start": lambda: True,
-        "step": lambda: _last_step(folder) > first,
+        "step": lambda: last_step(folder) > first,
         "save": lambda: any(checkpoints.glob(".step_*.writing")),
         "validation": lambda: _latest(checkpoints) not in ("", saved),
     }
@@ -125,16 +123,6 @@ def _wait_for(moment: str, started: StartedCommand, folder: Path, draw: random.R
         return False
     time.sleep(share * seconds)
     return not started.has_ended
-
-
-def _last_step(folder: Path) -> int:
-    """Return the last logged step, 0 before the first one."""
-    try:
-        lines = (folder / "metrics.jsonl").read_bytes().splitlines()[-3:]
-    except OSError:
-        return 0
-    steps = [json.loads(line)["step"] for line in lines if line.endswith(b"}")]
-    return max(steps, default=0)
 
 
 def _latest(checkpoints: Path) -> str:

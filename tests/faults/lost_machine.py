@@ -13,7 +13,7 @@ from pathlib import Path
 
 import train
 from tests.cli.conftest import assert_same_run, run_words, write_corpus
-from tests.faults.started_command import StartedCommand
+from tests.faults.started_command import StartedCommand, last_step
 from tests.launch.machines import Machine, example, two_machines
 from tests.parity.launch import free_port
 
@@ -50,9 +50,9 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
         words = run_words(corpus, folder, name, **SETTINGS)
         with two_machines() as machines, contextlib.ExitStack() as stack:
             run_of_two = _Run(machines, words, folder / name, stack, external=number % 2 == 0)
-            metrics, first_step = folder / name, draw.randint(8, 30)
+            step = draw.randint(8, 30)
             first, second = run_of_two.start(0), run_of_two.start(1)
-            second.wait_until(lambda m=metrics, s=first_step: _steps(m) >= s, 180)
+            second.wait_until(lambda run=folder / name, step=step: last_step(run) >= step, 180)
             _cut(machines[0], "down")
             first.signal(signal.SIGKILL, first.processes())
             counts["losses"] += 1
@@ -113,8 +113,3 @@ def _cut(machine: Machine, state: str) -> None:
         words = ["ip", "-n", machine.prefix[-1], "link", "set", machine.interface, state]
         subprocess.run(words, check=True)
         time.sleep(0.1)
-
-
-def _steps(folder: Path) -> int:
-    file = folder / "metrics.jsonl"
-    return file.read_bytes().count(b'"kind": "train"') if file.exists() else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,15 @@ def training_command(words: list[str], *, ranks: int = 1, slow: bool = True) -> 
     program = ["-m", "tests.faults.inject", "crawl", "-1", "1"] if slow else ["train.py"]
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
     return [sys.executable, *(launcher if ranks > 1 else []), *program, *words]
+
+
+def last_step(folder: Path) -> int:
+    """Return the last logged step of a run, 0 before the first one. An incomplete last line is skipped."""
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines()[-3:]
+    except OSError:
+        return 0
+    return max((json.loads(line)["step"] for line in lines if line.endswith(b"}")), default=0)
 
 
 class StartedCommand:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ import pytest
 
 import train
 from megatron_lite.checkpoint import reader as checkpoint
-from tests.cli.conftest import assert_same_run, run_words, train_lines, wait_for
+from tests.cli.conftest import assert_same_run, metrics_lines, run_words, train_lines, wait_for
 from tests.faults.conftest import reached, worker
 from tests.parity import launch as processes
 
@@ -133,7 +132,7 @@ def not_finite_runs(corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("layout", NOT_FINITE)
 def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all_ranks(not_finite_runs, layout):
-    lines = [json.loads(line) for line in (not_finite_runs / layout / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_lines(not_finite_runs / layout)
     assert [line["skipped_steps"] for line in lines if line["kind"] == "train"] == [0, 0, 1, 1, 1]
     (fault,) = (line for line in lines if line["kind"] in ("transient_fault", "persistent_fault"))
     assert (fault["kind"], fault["step"]) == ("transient_fault", 3)
@@ -153,7 +152,7 @@ def test_slow_rank_is_named(launch, arguments, tmp_path):
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode == 0, output
     assert re.search(r"step 4: rank 1 \(\S+\) takes for its forward pass \d{3,} ms, the median is", output), output
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_lines(tmp_path / "run")
     measured = [line for line in lines if "step_seconds_spread" in line]
     assert [line["step"] for line in measured] == [2, 4, 6, 8]
     assert all(line["step_seconds_max_rank"] == 1 and line["step_seconds_spread"] > 1.3 for line in measured)
