@@ -21,6 +21,7 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.replica_check import ReplicaCheck, ReplicasDifferError
 from megatron_lite.parallel.grid import Grid
 from tests.faults import inject
+from tests.faults.outcomes import record_failure
 from tests.parity import launch, layouts
 from tests.parity.worker import engine_of, grid_of, own
 
@@ -42,7 +43,8 @@ def run(count: int, seed: int, folder: Path, words: Sequence[str] = ()) -> dict[
             `folder/stderr.txt`.
 
     Returns:
-        "tried", "noticed" (the run ended), "named" (tensor and ranks), and the "status" of `train.py`.
+        "tried", "noticed" (the run ended), "named" (the message lists the flipped tensor and the ranks), and the "status" of
+        `train.py`. A flip may spread to more tensors than the message lists, so "named" may be less than "noticed".
     """
     folder.mkdir(parents=True, exist_ok=True)
     output = launch.launch("tests.faults.bit_flips", 2, str(count), str(seed), str(folder), *words)
@@ -69,8 +71,11 @@ def flip(tensor: Tensor, element: int, bit: int) -> None:
     words[element] ^= (1 << bit) - (1 << bits if bit == bits - 1 else 0)
 
 
-def attempts(engine: Engine, grid: Grid, draw: random.Random, count: int) -> dict[str, int]:
-    """Repeat `INTERVAL` steps from the same state `count` times, with one flipped bit on one rank; return the counts."""
+def attempts(engine: Engine, grid: Grid, draw: random.Random, count: int, folder: Path) -> dict[str, int]:
+    """Repeat `INTERVAL` steps from the same state `count` times, with one flipped bit on one rank; return the counts.
+
+    folder: receives the descriptions of flips that were not noticed or not named.
+    """
     state, steps = engine.optimizer_state, layouts.steps()
     engine.train_step(own(steps[0], grid), lr=layouts.LR)
     updates = state.steps
@@ -101,7 +106,10 @@ def attempts(engine: Engine, grid: Grid, draw: random.Random, count: int) -> dic
         else:
             counts["tried"] += 1
             counts["noticed"] += bool(message)
-            counts["named"] += f"{name}: ranks 0-1" in message
+            is_named = f"{name}: ranks 0-1" in message
+            counts["named"] += is_named
+            if grid.is_main and not is_named:
+                record_failure(folder, tensor=name, element=element, bit=bit, rank=rank, step=when, output=message)
         for tensor, values in zip(
             (tensor for fragment in state.fragments() for tensor in fragment.tensors.values()), saved, strict=True
         ):
@@ -118,7 +126,7 @@ def main(count: int, seed: int, folder: Path, words: Sequence[str]) -> None:
         if share:
             grid = grid_of(parallel)
             engine = engine_of(layouts.model_config("metala", num_layers=2), parallel, grid, dtype=dtype)
-            for key, value in attempts(engine, grid, draw, share).items():
+            for key, value in attempts(engine, grid, draw, share, folder).items():
                 total[key] += value
             engine.close()
     if words:
