@@ -68,8 +68,7 @@ class GLACase:
 
     @property
     def chunks(self) -> int:
-        """Return the largest number of chunks of a row: every packed sequence may end in a partial one."""
-        return -(-self.length // CHUNK) if not self.segments else self.length // CHUNK + min(self.segments, self.length)
+        return most_chunks(self.length, self.segments)
 
     @property
     def block_k(self) -> int:
@@ -198,7 +197,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Saved]:
     """Return o, the final states, and the tensors that `backward` needs."""
     initial = None if initial is None else aligned(initial)
-    table = None if cu_seqlens is None else _table(case, cu_seqlens)
+    table = None if cu_seqlens is None else chunk_table(case.chunks, cu_seqlens)
     final = _states(case, initial, v)
     states = scan(case, False, k, v, g, initial, table, final)
     recomputable(states, scan, case, False, k, v, g, initial, table, None)
@@ -256,10 +255,16 @@ def _states(case: GLACase, of_empty: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
 
-def _table(case: GLACase, cu_seqlens: Tensor) -> Tensor:
-    table = torch.empty(case.chunks + 1, 4, dtype=torch.int32, device=cu_seqlens.device)
-    _find(case.device, case.segments, case.chunks, cu_seqlens.dtype)(aligned(cu_seqlens), table)
+def chunk_table(chunks: int, cu_seqlens: Tensor) -> Tensor:
+    """Return the table of `tiles.find_chunks` for packed sequences of at most `chunks` chunks."""
+    table = torch.empty(chunks + 1, 4, dtype=torch.int32, device=cu_seqlens.device)
+    _find(cu_seqlens.get_device(), len(cu_seqlens) - 1, chunks, cu_seqlens.dtype)(aligned(cu_seqlens), table)
     return table
+
+
+def most_chunks(length: int, segments: int) -> int:
+    """Return the largest number of chunks of a row: every packed sequence may end in a partial one."""
+    return -(-length // CHUNK) if not segments else length // CHUNK + min(segments, length)
 
 
 @lru_cache(4096)

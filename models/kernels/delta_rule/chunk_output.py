@@ -1,0 +1,222 @@
+"""Kernels of the delta rule for the outputs of a chunk and for its gradients, given the states on both sides.
+
+In the notation of `wy.py` and `chunk_state.py`:
+    o = q_start S + P N
+    Y = T^T dN       dv = beta Y       dP = tril(do N^T)       dA = -tril(Y N^T, -1)
+    d(q_start) = do S^T      d(beta k e^b) = -Y S^T      d(k_end) = N dS'^T
+dA is short because dw = -dN S^T and du = dN: the gradient of A = T^(-1) - I is -(T^T dw) w^T - (T^T du) u^T = -Y N^T.
+The gradients of q, k and b from P and A are formed level by level, as these are. Equal terms of b's gradient cancel exactly,
+because its two sides use the same rounded factors.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from ..gla.tiles import chunk_of, load, load_triangle, place, running_sum, state_at, store
+from .wy import LIMIT, SMALLEST, _pair_decay, decay_and_total, level_mask, reference_of
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the delta rule kernels need Triton: pip install triton") from error
+
+
+@triton.jit
+def output_kernel(
+    q_start, scores, updates, states, table, o, T, H: tl.constexpr, N, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n, bh = tl.program_id(0), tl.program_id(2)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    if start == end:
+        return
+    row, cv = tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
+    t = start + row
+    p = tl.load(scores + (bh.to(tl.int64) * N + n) * (C * C) + row[:, None] * C + row[None, :])
+    update = load(place(updates, bh, T, H, V), t, cv, end, H, V, BV, EVEN)
+    out = tl.dot(p, update, input_precision=PRECISION)
+    for first in tl.static_range(0, K, BK):
+        ck = first + tl.arange(0, BK)
+        query = load(place(q_start, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+        state = _load_state(states, bh * N + n, ck, cv, K, V)
+        out = tl.dot(query, state, out, input_precision=PRECISION)
+    store(place(o, bh, T, H, V), out, t, cv, end, H, V, BV, EVEN)
+
+
+@triton.jit
+def value_gradient_kernel(
+    do, v, beta, inverse, updates, d_updates, table, dv, d_scores, d_systems, d_beta, T, H: tl.constexpr, N, scale,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dv, s dP, dA and the part of d_beta from v, and replace dN in `d_updates` by Y."""
+    rounded: tl.constexpr = inverse.dtype.element_ty
+    n, bh = tl.program_id(0), tl.program_id(1)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    if start == end:
+        return
+    row = tl.arange(0, C)
+    t = start + row
+    do, v, dv = place(do, bh, T, H, V), place(v, bh, T, H, V), place(dv, bh, T, H, V)
+    updates, d_updates = place(updates, bh, T, H, V), place(d_updates, bh, T, H, V)
+    strength = tl.load(place(beta, bh, T, H, 1) + t * H, mask=t < end, other=0.0).to(tl.float32)
+    base = (bh.to(tl.int64) * N + n) * (C * C)
+    transposed = tl.load(inverse + base + row[None, :] * C + row[:, None])
+    d_strength = tl.zeros([C], tl.float32)
+    d_p = tl.zeros([C, C], tl.float32)
+    d_a = tl.zeros([C, C], tl.float32)
+    for first in tl.static_range(0, V, BV):
+        d = first + tl.arange(0, BV)
+        update = load(updates, t, d, end, H, V, BV, EVEN)
+        grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
+        y = tl.dot(transposed, load(d_updates, t, d, end, H, V, BV, EVEN), input_precision=PRECISION)
+        d_strength += tl.sum(y * load(v, t, d, end, H, V, BV, EVEN).to(tl.float32), 1)
+        store(dv, y * strength[:, None], t, d, end, H, V, BV, EVEN)
+        y = y.to(rounded)
+        # Every thread has read its part of dN, which Y replaces.
+        tl.debug_barrier()
+        store(d_updates, y, t, d, end, H, V, BV, EVEN)
+        d_p = tl.dot(grad, tl.trans(update), d_p, input_precision=PRECISION)
+        d_a = tl.dot(y, tl.trans(update), d_a, input_precision=PRECISION)
+    real = (t < end)[:, None]
+    square = base + row[:, None] * C + row[None, :]
+    d_p = tl.where(real & (row[:, None] >= row[None, :]), d_p * scale, 0.0)
+    d_a = tl.where(real & (row[:, None] > row[None, :]), -d_a, 0.0)
+    tl.store(d_scores + square, d_p.to(rounded))
+    tl.store(d_systems + square, d_a.to(rounded))
+    tl.store(place(d_beta, bh, T, H, 1) + t * H, d_strength, mask=t < end)
+
+
+@triton.jit
+def key_gradient_kernel(
+    do, q, k, b, beta, g, updates, y, states, d_states, d_scores, d_systems, table, triangle, dq, dk, dg, d_beta,
+    T, H: tl.constexpr, N, scale, TOKENS, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PER_CHANNEL: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dq, dk and dg for a block of channels, and its part of d_beta (and of dg for one decay per head).
+
+    d_beta, and dg for one decay per head: [blocks, batch, length, heads], TOKENS = batch * length * heads apart.
+    """
+    rounded: tl.constexpr = d_scores.dtype.element_ty
+    exact: tl.constexpr = rounded == tl.float32
+    n, block, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    if start == end:
+        return
+    row, ck = tl.arange(0, C), block * BK + tl.arange(0, BK)
+    t = start + row
+    real = t < end
+    do, updates, y = place(do, bh, T, H, V), place(updates, bh, T, H, V), place(y, bh, T, H, V)
+    d_q = tl.zeros([C, BK], tl.float32)
+    d_reading = tl.zeros([C, BK], tl.float32)
+    d_end = tl.zeros([C, BK], tl.float32)
+    passing = tl.zeros([BK], tl.float32)
+    for first in tl.static_range(0, V, BV):
+        d = first + tl.arange(0, BV)
+        state = _load_state(states, bh * N + n, ck, d, K, V)
+        d_state = _load_state(d_states, bh * N + n, ck, d, K, V)
+        passing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+        state, d_state = tl.trans(state), tl.trans(d_state)
+        grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
+        d_q = tl.dot(grad, state, d_q, input_precision=PRECISION)
+        d_reading = tl.dot(load(y, t, d, end, H, V, BV, EVEN), state, d_reading, input_precision=PRECISION)
+        d_end = tl.dot(load(updates, t, d, end, H, V, BV, EVEN), d_state, d_end, input_precision=PRECISION)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    strength = tl.load(place(beta, bh, T, H, 1) + t * H, mask=real, other=0.0).to(tl.float32)[:, None]
+    b = place(b, bh, T, H, K if PER_CHANNEL else 1)
+    until, total = decay_and_total(b, start, end, t, ck, H, K, BK, PER_CHANNEL, EVEN)
+    grown = tl.exp2(until)
+    d_q *= grown * scale
+    d_decay = query * d_q
+    d_key_strength = -d_reading * grown
+    d_strength = tl.sum(d_key_strength * key, 1)
+    d_k = d_key_strength * strength
+    d_decay += key * d_k
+    d_end *= tl.exp2(total - until)
+    d_k += d_end
+    d_end *= key
+    d_decay -= d_end
+    d_total = tl.exp2(tl.sum(total, 0)) * passing + tl.sum(d_end, 0)
+
+    base = (bh.to(tl.int64) * N + n) * (C * C)
+    square, transposed = base + row[:, None] * C + row[None, :], base + row[None, :] * C + row[:, None]
+    d_p, d_a = tl.load(d_scores + square), tl.load(d_systems + square)
+    # A transposed accumulator is compiled wrongly on Hopper by Triton 3.4 to 3.7.0.
+    d_p_t, d_a_t = tl.load(d_scores + transposed), tl.load(d_systems + transposed)
+    if PER_CHANNEL:
+        for level in tl.static_range(4):
+            if level < 3:
+                mask, mask_t = level_mask(row, C >> (level + 1), False), level_mask(row, C >> (level + 1), True)
+                reference = reference_of(b, start, end, ck, row, (C >> (level + 1)) - 1, C >> level, H, K, BK)
+                row_factor = tl.exp2(-tl.abs(until - reference))
+                column_factor = row_factor
+            else:
+                mask = (row[:, None] // SMALLEST) == (row[None, :] // SMALLEST)
+                mask_t = mask
+                reference = reference_of(b, start, end, ck, row, SMALLEST // 2 - 1, SMALLEST, H, K, BK)
+                row_factor = tl.exp2(until - reference)
+                column_factor = tl.exp2(reference - until)
+            d_q, d_k, d_decay, d_strength = _pairs(
+                d_q, d_k, d_decay, d_strength, query, key, strength, row_factor, column_factor,
+                tl.where(mask, d_p, 0.0).to(rounded), tl.where(mask, d_a, 0.0).to(rounded),
+                tl.where(mask_t, d_p_t, 0.0).to(rounded), tl.where(mask_t, d_a_t, 0.0).to(rounded), PRECISION,
+            )  # fmt: skip
+    else:
+        pair = _pair_decay(b, t, end, H, real[:, None] & (row[:, None] >= row[None, :]))
+        pair_t = _pair_decay_transposed(b, t, end, H, real[None, :] & (row[:, None] <= row[None, :]))
+        d_q, d_k, d_decay, d_strength = _pairs(
+            d_q, d_k, d_decay, d_strength, query, key, strength, 1.0, 1.0,
+            (d_p * pair).to(rounded), (d_a * pair).to(rounded), (d_p_t * pair_t).to(rounded), (d_a_t * pair_t).to(rounded),
+            PRECISION,
+        )  # fmt: skip
+    store(place(dq, bh, T, H, K), d_q, t, ck, end, H, K, BK, EVEN)
+    store(place(dk, bh, T, H, K), d_k, t, ck, end, H, K, BK, EVEN)
+    d_beta += block * TOKENS
+    tl.store(place(d_beta, bh, T, H, 1) + t * H, d_strength, mask=real)
+    reached = tl.trans(load_triangle(triangle, C))
+    d_decay = running_sum(d_decay, reached, True, exact) + d_total[None, :]
+    if PER_CHANNEL:
+        limited = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN) >= LIMIT
+        store(place(dg, bh, T, H, K), tl.where(limited, d_decay, 0.0), t, ck, end, H, K, BK, EVEN)
+    else:
+        limited = tl.load(place(g, bh, T, H, 1) + t * H, mask=real, other=0.0) >= LIMIT
+        d_decay = tl.where(limited, tl.sum(d_decay, 1), 0.0)
+        tl.store(place(dg + block * TOKENS, bh, T, H, 1) + t * H, d_decay, mask=real)
+
+
+@triton.jit
+def _pairs(
+    d_q, d_k, d_decay, d_strength, query, key, strength, row_factor, column_factor, d_p, d_a, d_p_t, d_a_t,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients of pairs whose factors are row_factor_i column_factor_j."""
+    rounded: tl.constexpr = d_p.dtype
+    rows_q, rows_k = (query * row_factor).to(rounded), (key * strength * row_factor).to(rounded)
+    columns = (key * column_factor).to(rounded)
+    d_rows = tl.dot(d_p, columns, input_precision=PRECISION)
+    d_q += d_rows * row_factor
+    d_decay += rows_q.to(tl.float32) * d_rows
+    d_rows = tl.dot(d_a, columns, input_precision=PRECISION)
+    d_decay += rows_k.to(tl.float32) * d_rows
+    d_rows *= row_factor
+    d_strength += tl.sum(d_rows * key, 1)
+    d_k += d_rows * strength
+    d_columns = tl.dot(d_p_t, rows_q, input_precision=PRECISION)
+    d_columns = tl.dot(d_a_t, rows_k, d_columns, input_precision=PRECISION)
+    d_decay -= columns.to(tl.float32) * d_columns
+    d_k += d_columns * column_factor
+    return d_q, d_k, d_decay, d_strength
+
+
+@triton.jit
+def _pair_decay_transposed(b, t, end, H: tl.constexpr, upper):
+    until = tl.load(b + t * H, mask=t < end, other=0.0)
+    return tl.exp2(tl.where(upper, until[None, :] - until[:, None], 0.0))
+
+
+@triton.jit
+def _load_state(states, i, ck, cv, K: tl.constexpr, V: tl.constexpr):
+    return tl.load(state_at(states, i, ck, cv, V, K), mask=(ck < K)[:, None] & (cv < V)[None, :], other=0.0)
