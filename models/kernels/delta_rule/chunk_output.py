@@ -15,7 +15,7 @@ because its two sides use the same rounded factors.
 from __future__ import annotations
 
 from ..gla.tiles import chunk_of, load, load_triangle, place, running_sum, state_at, store
-from .wy import LIMIT, SMALLEST, _pair_decay, decay_and_total, level_mask, reference_of
+from .wy import LIMIT, decay_and_total, level_factors, levels_of, of_level, pair_decay
 
 try:
     import triton
@@ -91,9 +91,10 @@ def value_gradient_kernel(
 
 @triton.jit
 def key_gradient_kernel(
-    do, q, k, b, beta, g, updates, y, states, d_states, d_scores, d_systems, table, triangle, dq, dk, dg, d_beta,
+    do, q, k, b, levels, beta, g, updates, y, states, d_states, d_scores, d_systems, table, triangle, dq, dk, dg, d_beta,
     T, H: tl.constexpr, N, scale, TOKENS, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PER_CHANNEL: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BLOCKS: tl.constexpr, PER_CHANNEL: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dq, dk and dg for a block of channels, and its part of d_beta (and of dg for one decay per head).
 
@@ -109,69 +110,62 @@ def key_gradient_kernel(
     t = start + row
     real = t < end
     do, updates, y = place(do, bh, T, H, V), place(updates, bh, T, H, V), place(y, bh, T, H, V)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    strength = tl.load(place(beta, bh, T, H, 1) + t * H, mask=real, other=0.0).to(tl.float32)[:, None]
+    b = place(b, bh, T, H, K if PER_CHANNEL else 1)
+    until, total = decay_and_total(b, start, end, t, ck, H, K, BK, PER_CHANNEL, EVEN)
     d_q = tl.zeros([C, BK], tl.float32)
-    d_reading = tl.zeros([C, BK], tl.float32)
-    d_end = tl.zeros([C, BK], tl.float32)
+    d_k = tl.zeros([C, BK], tl.float32)
+    d_decay = tl.zeros([C, BK], tl.float32)
+    d_strength = tl.zeros([C], tl.float32)
+    base = (bh.to(tl.int64) * N + n) * (C * C)
+    square = base + row[:, None] * C + row[None, :]
+    d_p, d_a = tl.load(d_scores + square), tl.load(d_systems + square)
+    if PER_CHANNEL:
+        last = levels_of(levels, bh, n, N, (K + BK - 1) // BK, BLOCKS)
+        for level in range(0, last + 1):
+            rows, columns = level_factors(b, until, level, last, start, end, ck, row, H, K, C)
+            mask = of_level(row, level, last, C)
+            d_q, d_k, d_decay, d_strength = _pairs(
+                d_q, d_k, d_decay, d_strength, query, key, strength, rows, columns,
+                tl.where(mask, d_p, 0.0).to(rounded), tl.where(mask, d_a, 0.0).to(rounded), PRECISION,
+            )  # fmt: skip
+    else:
+        pair = pair_decay(b, t, end, H, real[:, None] & (row[:, None] >= row[None, :]))
+        d_q, d_k, d_decay, d_strength = _pairs(
+            d_q, d_k, d_decay, d_strength, query, key, strength, 1.0, 1.0,
+            (d_p * pair).to(rounded), (d_a * pair).to(rounded), PRECISION,
+        )  # fmt: skip
+    from_q = tl.zeros([C, BK], tl.float32)
+    from_reading = tl.zeros([C, BK], tl.float32)
+    from_end = tl.zeros([C, BK], tl.float32)
     passing = tl.zeros([BK], tl.float32)
-    for first in tl.static_range(0, V, BV):
+    for first in range(0, V, BV):
         d = first + tl.arange(0, BV)
         state = _load_state(states, bh * N + n, ck, d, K, V)
         d_state = _load_state(d_states, bh * N + n, ck, d, K, V)
         passing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
         state, d_state = tl.trans(state), tl.trans(d_state)
         grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
-        d_q = tl.dot(grad, state, d_q, input_precision=PRECISION)
-        d_reading = tl.dot(load(y, t, d, end, H, V, BV, EVEN), state, d_reading, input_precision=PRECISION)
-        d_end = tl.dot(load(updates, t, d, end, H, V, BV, EVEN), d_state, d_end, input_precision=PRECISION)
-    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    strength = tl.load(place(beta, bh, T, H, 1) + t * H, mask=real, other=0.0).to(tl.float32)[:, None]
-    b = place(b, bh, T, H, K if PER_CHANNEL else 1)
-    until, total = decay_and_total(b, start, end, t, ck, H, K, BK, PER_CHANNEL, EVEN)
+        from_q = tl.dot(grad, state, from_q, input_precision=PRECISION)
+        from_reading = tl.dot(load(y, t, d, end, H, V, BV, EVEN), state, from_reading, input_precision=PRECISION)
+        from_end = tl.dot(load(updates, t, d, end, H, V, BV, EVEN), d_state, from_end, input_precision=PRECISION)
+    query, key = query.to(tl.float32), key.to(tl.float32)
     grown = tl.exp2(until)
-    d_q *= grown * scale
-    d_decay = query * d_q
-    d_key_strength = -d_reading * grown
-    d_strength = tl.sum(d_key_strength * key, 1)
-    d_k = d_key_strength * strength
-    d_decay += key * d_k
-    d_end *= tl.exp2(total - until)
-    d_k += d_end
-    d_end *= key
-    d_decay -= d_end
-    d_total = tl.exp2(tl.sum(total, 0)) * passing + tl.sum(d_end, 0)
-
-    base = (bh.to(tl.int64) * N + n) * (C * C)
-    square, transposed = base + row[:, None] * C + row[None, :], base + row[None, :] * C + row[:, None]
-    d_p, d_a = tl.load(d_scores + square), tl.load(d_systems + square)
-    # A transposed accumulator is compiled wrongly on Hopper by Triton 3.4 to 3.7.0.
-    d_p_t, d_a_t = tl.load(d_scores + transposed), tl.load(d_systems + transposed)
-    if PER_CHANNEL:
-        for level in tl.static_range(4):
-            if level < 3:
-                mask, mask_t = level_mask(row, C >> (level + 1), False), level_mask(row, C >> (level + 1), True)
-                reference = reference_of(b, start, end, ck, row, (C >> (level + 1)) - 1, C >> level, H, K, BK)
-                row_factor = tl.exp2(-tl.abs(until - reference))
-                column_factor = row_factor
-            else:
-                mask = (row[:, None] // SMALLEST) == (row[None, :] // SMALLEST)
-                mask_t = mask
-                reference = reference_of(b, start, end, ck, row, SMALLEST // 2 - 1, SMALLEST, H, K, BK)
-                row_factor = tl.exp2(until - reference)
-                column_factor = tl.exp2(reference - until)
-            d_q, d_k, d_decay, d_strength = _pairs(
-                d_q, d_k, d_decay, d_strength, query, key, strength, row_factor, column_factor,
-                tl.where(mask, d_p, 0.0).to(rounded), tl.where(mask, d_a, 0.0).to(rounded),
-                tl.where(mask_t, d_p_t, 0.0).to(rounded), tl.where(mask_t, d_a_t, 0.0).to(rounded), PRECISION,
-            )  # fmt: skip
-    else:
-        pair = _pair_decay(b, t, end, H, real[:, None] & (row[:, None] >= row[None, :]))
-        pair_t = _pair_decay_transposed(b, t, end, H, real[None, :] & (row[:, None] <= row[None, :]))
-        d_q, d_k, d_decay, d_strength = _pairs(
-            d_q, d_k, d_decay, d_strength, query, key, strength, 1.0, 1.0,
-            (d_p * pair).to(rounded), (d_a * pair).to(rounded), (d_p_t * pair_t).to(rounded), (d_a_t * pair_t).to(rounded),
-            PRECISION,
-        )  # fmt: skip
+    from_q *= grown * scale
+    d_q += from_q
+    d_decay += query * from_q
+    from_reading *= -grown
+    d_strength += tl.sum(from_reading * key, 1)
+    from_reading *= strength
+    d_k += from_reading
+    d_decay += key * from_reading
+    from_end *= tl.exp2(total - until)
+    d_k += from_end
+    from_end *= key
+    d_decay -= from_end
+    d_total = tl.exp2(tl.sum(total, 0)) * passing + tl.sum(from_end, 0)
     store(place(dq, bh, T, H, K), d_q, t, ck, end, H, K, BK, EVEN)
     store(place(dk, bh, T, H, K), d_k, t, ck, end, H, K, BK, EVEN)
     d_beta += block * TOKENS
@@ -189,32 +183,26 @@ def key_gradient_kernel(
 
 @triton.jit
 def _pairs(
-    d_q, d_k, d_decay, d_strength, query, key, strength, row_factor, column_factor, d_p, d_a, d_p_t, d_a_t,
-    PRECISION: tl.constexpr,
+    d_q, d_k, d_decay, d_strength, query, key, strength, row_factor, column_factor, d_p, d_a, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Add the gradients of pairs whose factors are row_factor_i column_factor_j."""
+    """Add the gradients of pairs (i, j) whose scores are sums of row_factor_i column_factor_j."""
     rounded: tl.constexpr = d_p.dtype
-    rows_q, rows_k = (query * row_factor).to(rounded), (key * strength * row_factor).to(rounded)
-    columns = (key * column_factor).to(rounded)
+    columns = (key.to(tl.float32) * column_factor).to(rounded)
+    rows = (query.to(tl.float32) * row_factor).to(rounded)
     d_rows = tl.dot(d_p, columns, input_precision=PRECISION)
     d_q += d_rows * row_factor
-    d_decay += rows_q.to(tl.float32) * d_rows
-    d_rows = tl.dot(d_a, columns, input_precision=PRECISION)
-    d_decay += rows_k.to(tl.float32) * d_rows
-    d_rows *= row_factor
-    d_strength += tl.sum(d_rows * key, 1)
-    d_k += d_rows * strength
-    d_columns = tl.dot(d_p_t, rows_q, input_precision=PRECISION)
-    d_columns = tl.dot(d_a_t, rows_k, d_columns, input_precision=PRECISION)
+    d_decay += rows.to(tl.float32) * d_rows
+    d_columns = tl.dot(tl.trans(d_p), rows, input_precision=PRECISION)
+    rows = (key.to(tl.float32) * strength * row_factor).to(rounded)
+    d_columns = tl.dot(tl.trans(d_a), rows, d_columns, input_precision=PRECISION)
     d_decay -= columns.to(tl.float32) * d_columns
     d_k += d_columns * column_factor
+    d_rows = tl.dot(d_a, columns, input_precision=PRECISION)
+    d_decay += rows.to(tl.float32) * d_rows
+    d_rows *= row_factor
+    d_strength += tl.sum(d_rows * key.to(tl.float32), 1)
+    d_k += d_rows * strength
     return d_q, d_k, d_decay, d_strength
-
-
-@triton.jit
-def _pair_decay_transposed(b, t, end, H: tl.constexpr, upper):
-    until = tl.load(b + t * H, mask=t < end, other=0.0)
-    return tl.exp2(tl.where(upper, until[None, :] - until[:, None], 0.0))
 
 
 @triton.jit

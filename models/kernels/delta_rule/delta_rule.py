@@ -19,7 +19,7 @@ from ..gla.gla import CHUNK, chunk_table, most_chunks, triangle
 from ..launch import aligned
 from .chunk_output import key_gradient_kernel, output_kernel, value_gradient_kernel
 from .chunk_state import states_backward_kernel, states_forward_kernel
-from .wy import cumulative_decay_kernel, wy_kernel
+from .wy import cumulative_decay_kernel, inverse_kernel, scores_kernel, wy_kernel
 
 try:
     import triton
@@ -54,9 +54,19 @@ class _Case:
         return most_chunks(self.length, self.segments)
 
     @property
+    def blocks(self) -> int:
+        """Return the blocks of channels of a key."""
+        return -(-self.dim_k // _TILE)
+
+    @property
     def factor_dtype(self) -> torch.dtype:
         """Return the dtype of matmul operands. bfloat16 also for float16, whose range ends at 65,504."""
         return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+
+    @property
+    def stages(self) -> int:
+        """Return the pipeline stages of the scans over chunks, whose tiles share the memory of a multiprocessor."""
+        return 2 if self.dim_k <= 128 else 1
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -130,10 +140,10 @@ class _DeltaRule(torch.autograd.Function):
         states_backward_kernel[(-(-case.dim_v // _TILE), case.rows)](
             do, x.scores, x.q_start, x.k_end, x.w, x.b, d_final, table, d_states, d_updates, d_initial, case.length, case.heads,
             case.chunks, case.dim_k, case.dim_v, _block(case.dim_k), _TILE, EDGE=d_final is not None,
-            LEAVE=d_initial is not None, PER_CHANNEL=case.per_channel, **case.flags, num_warps=4, num_stages=2,
+            LEAVE=d_initial is not None, PER_CHANNEL=case.per_channel, **case.flags, num_warps=4, num_stages=case.stages,
         )  # fmt: skip
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        blocks = -(-case.dim_k // _TILE)
+        blocks = case.blocks
         d_beta = beta.new_empty(1 + blocks, *beta.shape)
         dg = torch.empty_like(g) if case.per_channel else g.new_empty(blocks, *g.shape)
         # The gradients of scores and systems replace those, which are not needed any more.
@@ -142,9 +152,9 @@ class _DeltaRule(torch.autograd.Function):
             case.heads, case.chunks, case.scale, case.dim_v, _TILE, **case.flags, num_warps=4, num_stages=2,
         )  # fmt: skip
         key_gradient_kernel[(case.chunks, blocks, case.rows)](
-            do, q, k, x.b, beta, g, x.updates, d_updates, x.states, d_states, x.scores, x.inverse, table, triangle(q.device),
+            do, q, k, x.b, x.levels, beta, g, x.updates, d_updates, x.states, d_states, x.scores, x.inverse, table, triangle(q.device),
             dq, dk, dg, d_beta, case.length, case.heads, case.chunks, case.scale, beta.numel(), case.dim_k, case.dim_v, _TILE,
-            _TILE, PER_CHANNEL=case.per_channel, **case.flags, num_warps=8, num_stages=1,
+            _TILE, BLOCKS=triton.next_power_of_2(blocks), PER_CHANNEL=case.per_channel, **case.flags, num_warps=8, num_stages=1,
         )  # fmt: skip
         return dq, dk, dv, dg if case.per_channel else dg.sum(0), d_beta.sum(0), d_initial, None, None
 
@@ -160,26 +170,33 @@ class _Chunks:
         sizes = case.length, case.heads, case.chunks
         dim = case.dim_k if case.per_channel else 1
         block = min(_TILE, triton.next_power_of_2(dim))
+        flags = case.flags
         self.b = torch.empty_like(g)
+        self.levels = g.new_empty(rows, chunks, case.blocks, dtype=torch.int32)
         cumulative_decay_kernel[(chunks, -(-dim // block), rows)](
-            g, self.b, table, triangle(g.device), *sizes, dim, block, CHUNK, case.segments > 0,
-            case.flags["EVEN"] and case.per_channel, dtype == torch.float32 or block < 16, num_warps=4,
+            g, self.b, self.levels, table, triangle(g.device), *sizes, dim, block, CHUNK, case.segments > 0,
+            flags["EVEN"] and case.per_channel, dtype == torch.float32 or block < 16, num_warps=4,
         )  # fmt: skip
         self.scores, self.inverse = (q.new_empty(rows, chunks, CHUNK, CHUNK, dtype=dtype) for _ in range(2))
+        systems = q.new_empty(rows, chunks, CHUNK, CHUNK, dtype=torch.float32)
+        scores_kernel[(chunks, rows)](
+            q, k, self.b, self.levels, beta, table, systems, self.scores, *sizes, case.scale, case.dim_k, _TILE,
+            BLOCKS=triton.next_power_of_2(case.blocks), PER_CHANNEL=case.per_channel, **flags, num_warps=8, num_stages=1,
+            maxnreg=128,
+        )  # fmt: skip
+        inverse_kernel[(rows * chunks,)](systems, self.inverse, CHUNK, _SUB, num_warps=4)
         self.w, self.q_start, self.k_end = (torch.empty_like(q, dtype=dtype) for _ in range(3))
         # The updates replace u.
         self.updates = torch.empty_like(v, dtype=dtype)
-        scratch = q.new_empty(rows, chunks, CHUNK, CHUNK, dtype=torch.float32)
         wy_kernel[(chunks, rows)](
-            q, k, v, self.b, beta, table, scratch, self.scores, self.inverse, self.w, self.updates, self.q_start, self.k_end,
-            *sizes, case.scale, case.dim_k, case.dim_v, _TILE, _TILE, SUB=_SUB, PER_CHANNEL=case.per_channel, **case.flags,
-            num_warps=4, num_stages=1,
+            q, k, v, self.b, beta, table, self.inverse, self.w, self.updates, self.q_start, self.k_end, *sizes, case.scale,
+            case.dim_k, case.dim_v, _TILE, _TILE, PER_CHANNEL=case.per_channel, **flags, num_warps=8, num_stages=1,
         )  # fmt: skip
         self.states = q.new_empty(rows, chunks, case.dim_k, case.dim_v, dtype=dtype)
         states_forward_kernel[(-(-case.dim_v // _TILE), rows)](
             self.w, self.updates, self.k_end, self.b, initial, table, self.states, self.updates, final, *sizes, case.dim_k,
             case.dim_v, _block(case.dim_k), _TILE, EDGE=initial is not None, LEAVE=final is not None,
-            PER_CHANNEL=case.per_channel, **case.flags, num_warps=4, num_stages=2,
+            PER_CHANNEL=case.per_channel, **flags, num_warps=4, num_stages=case.stages,
         )  # fmt: skip
 
 
