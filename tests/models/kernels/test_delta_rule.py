@@ -86,3 +86,38 @@ def test_strengths_up_to_two() -> None:
 def test_packed_sequences(per_channel: bool, states: bool) -> None:
     """Empty ones too, at the start, between others and, as batches of a fixed size have them, at the end."""
     check((1, 320, 2, 16, 16), per_channel, "middling", [0, 0, 1, 60, 188, 188, 252, 320, 320, 320], states)
+
+
+@pytest.mark.parametrize("dim", [16, 24])
+@pytest.mark.parametrize("step", ["unit length", "silu norm", "sigmoid norm", "decay"])
+def test_steps_around_the_operator(step: str, dim: int) -> None:
+    """The elementwise kernels against PyTorch in float64, with all gradients."""
+    from models.kernels.delta_rule import layer
+
+    generator = torch.Generator().manual_seed(0)
+    x, gate = (torch.randn(2, 150, 3, dim, generator=generator) for _ in range(2))
+    small, per_head = 4 * torch.randn(3, dim, generator=generator), torch.randn(3, generator=generator)
+    activation = F.silu if step == "silu norm" else torch.sigmoid
+    leaves, exact, kernel = {
+        "unit length": ([x], lambda x: F.normalize(x, dim=-1), lambda x: layer.unit_length(x, 1e-12)),
+        "decay": (
+            [x, per_head, small],
+            lambda x, a, b: -a.exp()[:, None] * F.softplus(x + b, threshold=40.0),
+            layer.channel_decay,
+        ),
+    }.get(
+        step,
+        (
+            [x, gate.flatten(2), small[0]],
+            lambda o, z, w: activation(z) * F.rms_norm(o, (dim,), w, 1e-5).flatten(2),
+            lambda o, z, w: layer.gated_norm(o, z, w, 1e-5, step == "silu norm"),
+        ),
+    )
+    results = []
+    for dtype, function in ((torch.float64, exact), (torch.float32, kernel)):
+        given = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+        y = function(*given)
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+        results.append([y, *torch.autograd.grad((apart(y) * weight.to(dtype)).sum(), given)])
+    for expected, actual in zip(*results, strict=True):
+        assert (actual.double() - expected).norm() / expected.norm() < 1e-5
