@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backend import SIXTEEN_BITS, is_supported
 from ..operators.delta_rule.delta_rule import delta_rule
 from ..operators.varlen import without_padding
 from ..options import ModelShape, nearest_multiples, option, require_at_least, require_divisor, require_positive
@@ -148,7 +149,7 @@ class DeltaRuleMixer(nn.Module):
         """Return the projections of x besides q, k and v, by the name under which `gates` and `output` find the result."""
         raise NotImplementedError
 
-    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor]:
+    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """Return log decay, erase and write of `models.operators.delta_rule.delta_rule`, for key or for value heads."""
         raise NotImplementedError
 
@@ -183,7 +184,9 @@ class DeltaRuleMixer(nn.Module):
         log_decay, erase, write = self.gates(projected)
         if log_decay is not None:
             (log_decay,) = without_padding(mask, log_decay)
-        erase, write = without_padding(mask, erase, write)
+        (erase,) = without_padding(mask, erase)
+        if write is not None:
+            (write,) = without_padding(mask, write)
         q, k, erase = (_for_each_value_head(y, v.shape[2]) for y in (q, k, erase))
         o, final = delta_rule(
             q,
@@ -227,6 +230,10 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def _unit_length(x: Tensor) -> Tensor:
+    if _has_kernels(x):
+        from ..kernels.delta_rule.layer import unit_length as kernel
+
+        return kernel(x, 1e-6)
     accumulated = to_accumulation_dtype(x)
     return (accumulated * (accumulated.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
@@ -236,6 +243,10 @@ def softplus_decay(logits: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
 
     logits, dt_bias: [..., heads] for one decay per head, or [..., heads, dim] for one per channel. a_log: [heads].
     """
+    if dt_bias.dim() == 2 and _has_kernels(logits):
+        from ..kernels.delta_rule.layer import channel_decay
+
+        return channel_decay(logits, a_log, dt_bias)
     dt = F.softplus(to_accumulation_dtype(logits) + to_accumulation_dtype(dt_bias))
     rate = to_accumulation_dtype(a_log).exp()
     return -dt * (rate.unsqueeze(-1) if dt_bias.dim() == 2 else rate)
@@ -266,8 +277,17 @@ def gated_rms_norm(
 
 
 def _gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Any) -> Tensor:
+    if o.dtype == gate.dtype and _has_kernels(o):
+        from ..kernels.delta_rule.layer import gated_norm
+
+        return gated_norm(o, gate, weight, eps, activation is F.silu)
     normed = F.rms_norm(to_accumulation_dtype(o), weight.shape, to_accumulation_dtype(weight), eps)
     return (activation(to_accumulation_dtype(gate)) * normed.flatten(-2)).to(gate.dtype)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Return whether `models/kernels/delta_rule/layer.py` computes with x [batch, length, heads, dim]."""
+    return x.dim() == 4 and x.dtype in SIXTEEN_BITS and is_supported(x)
 
 
 def _for_each_value_head(x: Tensor, value_heads: int) -> Tensor:

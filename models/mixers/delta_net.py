@@ -37,10 +37,10 @@ class DeltaNet(DeltaRuleMixer):
         """Return W_b."""
         return {"beta": self.b_proj}
 
-    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return (None, beta, beta)."""
+    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Return (None, beta, None)."""
         beta = self.beta(projected["beta"])
-        return None, beta, beta
+        return None, beta, None
 
     def output(self, o: Tensor, projected: dict[str, Tensor]) -> Tensor:
         """Return the norm of o per head."""

@@ -59,10 +59,10 @@ class GatedDeltaNet(DeltaRuleMixer):
         """Return W_a, W_b and W_g."""
         return {"decay": self.a_proj, "beta": self.b_proj, "gate": self.gate_proj}
 
-    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return (log alpha, beta, beta)."""
+    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Return (log alpha, beta, None)."""
         beta = self.beta(projected["beta"])
-        return softplus_decay(projected["decay"], self.a_log, self.dt_bias), beta, beta
+        return softplus_decay(projected["decay"], self.a_log, self.dt_bias), beta, None
 
     def output(self, o: Tensor, projected: dict[str, Tensor]) -> Tensor:
         """Return the gated norm of o."""

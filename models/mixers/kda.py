@@ -65,11 +65,11 @@ class KDA(DeltaRuleMixer):
         """Return W_b, W_f1 and W_g1."""
         return {"beta": self.b_proj, "decay": self.decay_down, "gate": self.gate_down}
 
-    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return (log alpha, beta, beta)."""
+    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Return (log alpha, beta, None)."""
         dim, beta = self.sizes.head_dim_k, self.beta(projected["beta"])
         logits = split_heads(self.decay_up(projected["decay"]), dim)
-        return softplus_decay(logits, self.a_log, split_heads(self.dt_bias, dim)), beta, beta
+        return softplus_decay(logits, self.a_log, split_heads(self.dt_bias, dim)), beta, None
 
     def output(self, o: Tensor, projected: dict[str, Tensor]) -> Tensor:
         """Return the gated norm of o."""

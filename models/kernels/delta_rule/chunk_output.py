@@ -9,19 +9,11 @@ The gradients of q, k and b from P and A are formed level by level, as these are
 because its two sides use the same rounded factors.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from ..gla.tiles import chunk_of, load, load_triangle, place, running_sum, state_at, store
+from ..launch import tl, triton
 from .wy import LIMIT, decay_and_total, level_factors, levels_of, of_level, pair_decay
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the delta rule kernels need Triton: pip install triton") from error
 
 
 @triton.jit

@@ -5,18 +5,10 @@ With S the state before a chunk, dS' the gradient of the state after it, and the
     dN = P^T do + k_end dS'            dS = e^B dS' + q_start^T do - w^T dN
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from ..gla.tiles import chunk_of, load, place, state_at, store
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the delta rule kernels need Triton: pip install triton") from error
+from ..launch import tl, triton
 
 
 @triton.jit

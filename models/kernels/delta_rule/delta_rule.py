@@ -17,15 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..gla.gla import CHUNK, chunk_table, most_chunks, triangle
-from ..launch import Launch, aligned
+from ..launch import Launch, aligned, triton
 from .chunk_output import key_gradient_kernel, output_kernel, value_gradient_kernel
 from .chunk_state import states_backward_kernel, states_forward_kernel
 from .wy import cumulative_decay_kernel, inverse_kernel, scores_kernel, wy_kernel
-
-try:
-    import triton
-except ImportError as error:
-    raise ImportError("the delta rule kernels need Triton: pip install triton") from error
 
 LARGEST_KEY = 256
 # Tokens per diagonal block of the triangular solve, and channels per tile.
@@ -96,11 +91,14 @@ def delta_rule(
     if v.dtype not in supported or q.dtype != v.dtype or k.dtype != v.dtype:
         raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: q, k and v must have one dtype of {supported}")
     if q.shape[-1] > LARGEST_KEY or not q.numel() or not v.numel():
-        raise ValueError(f"q {list(q.shape)}, v {list(v.shape)}: the kernels need tokens and head_dim_k <= {LARGEST_KEY}")
+        raise ValueError(
+            f"q {list(q.shape)}, v {list(v.shape)}: the kernels need tokens and head_dim_k <= {LARGEST_KEY}"
+        )
     segments = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    batch, length, heads, dim_k = q.shape
     case = DeltaRuleCase(
-        q.get_device(), *q.shape, v.shape[-1], v.dtype, float(scale), log_decay.dim() == 4, segments
-    )  # fmt: skip
+        q.get_device(), batch, length, heads, dim_k, v.shape[-1], v.dtype, float(scale), log_decay.dim() == 4, segments
+    )
     initial = None if initial_state is None else initial_state.float()
     return _DeltaRule.apply(q, k, v, log_decay.float(), beta.float(), initial, cu_seqlens, case)
 

@@ -4,9 +4,6 @@
 Reference: `models/layers/delta_rule_mixer.py`.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -16,14 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..launch import Launch, aligned
+from ..launch import Launch, aligned, tl, triton
 from ..primitives import sum_parts
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the delta rule kernels need Triton: pip install triton") from error
 
 # Elements per tile, and programs of all heads in backward passes that sum over tokens.
 _ELEMENTS, _PROGRAMS = 2048, 1056
@@ -132,9 +123,7 @@ def _norm_launches(
 
 
 @lru_cache(4096)
-def _decay_launches(
-    device: torch.device, dtypes: tuple[torch.dtype, ...], shape: torch.Size
-) -> tuple[Launch, Launch]:
+def _decay_launches(device: torch.device, dtypes: tuple[torch.dtype, ...], shape: torch.Size) -> tuple[Launch, Launch]:
     batch, length, heads, dim = shape
     tile = _tile(dim)
     values = batch * length, heads, dim, *tile

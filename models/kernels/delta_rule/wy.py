@@ -8,18 +8,10 @@ tokens meets its first half: with r = b at the end of the first half, e^(b_i - r
 `SMALLEST` tokens use one reference in their middle; log decays below `LIMIT` count as `LIMIT`, so that 4 tokens stay in range.
 """
 
-# Kernels take pointers and scalars that have no Python type.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-
 from __future__ import annotations
 
 from ..gla.tiles import chunk_of, load, load_triangle, place, running_sum, store
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("the delta rule kernels need Triton: pip install triton") from error
+from ..launch import tl, triton
 
 # exp(-20) is below the rounding of float32, 2^-24. Over 4 tokens, half of the smallest block, exp(4 * 20) is inside its range.
 LIMIT = tl.constexpr(-20.0)
@@ -180,7 +172,12 @@ def wy_kernel(
     row = tl.arange(0, C)
     t = start + row
     q, k, v, beta = place(q, bh, T, H, K), place(k, bh, T, H, K), place(v, bh, T, H, V), place(beta, bh, T, H, 1)
-    w, q_start, k_end, u = place(w, bh, T, H, K), place(q_start, bh, T, H, K), place(k_end, bh, T, H, K), place(u, bh, T, H, V)
+    w, q_start, k_end, u = (
+        place(w, bh, T, H, K),
+        place(q_start, bh, T, H, K),
+        place(k_end, bh, T, H, K),
+        place(u, bh, T, H, V),
+    )
     b = place(b, bh, T, H, K if PER_CHANNEL else 1)
     strength = tl.load(beta + t * H, mask=t < end, other=0.0).to(tl.float32)[:, None]
     solved = tl.load(inverse + (bh.to(tl.int64) * N + n) * (C * C) + row[:, None] * C + row[None, :])
@@ -203,7 +200,16 @@ def wy_kernel(
 
 @triton.jit
 def decay_and_total(
-    b, start, end, t, d, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PER_CHANNEL: tl.constexpr, EVEN: tl.constexpr
+    b,
+    start,
+    end,
+    t,
+    d,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Return b [C, BK or 1] and B [1, BK or 1] of a chunk. For tokens behind its end b is B."""
     if PER_CHANNEL:
@@ -220,5 +226,3 @@ def pair_decay(b, t, end, H: tl.constexpr, lower):
     """Return e^(b_i - b_j) of one decay per head for j <= i, 1 elsewhere."""
     until = tl.load(b + t * H, mask=t < end, other=0.0)
     return tl.exp2(tl.where(lower, until[:, None] - until[None, :], 0.0))
-
-

@@ -7,8 +7,11 @@ arXiv 2406.06484, 2412.06464, 2510.26692. `select_kernel.py` says which kernel c
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ...backend import disable_compile
 from ..context_parallel import affine_over_ranks, context_parallel_group
 from ..varlen import without_padding
 from .chunked import affine_form, chunked_form
@@ -22,7 +25,7 @@ def delta_rule(
     v: Tensor,
     log_decay: Tensor | None,
     erase: Tensor,
-    write: Tensor,
+    write: Tensor | None = None,
     *,
     removal_key: Tensor | None = None,
     scale: float | None = None,
@@ -35,7 +38,7 @@ def delta_rule(
     q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
     log_decay: at most 0, [batch, length, heads] for one decay per head, [..., head_dim_k] for one per channel, None for no
     decay; -inf clears the state. erase: [batch, length, heads] or [..., head_dim_k]. write: [batch, length, heads] or
-    [..., head_dim_v].
+    [..., head_dim_v]; None for one gate for both, erase [batch, length, heads], which the CUDA kernels need.
     removal_key: [batch, length, heads, head_dim_k], RWKV-7's kappa (arXiv 2503.14456), which reads the state before its decay:
     S_t = Diag(exp(log_decay_t)) S_{t-1} - (erase_t * kappa_t) (kappa_t^T S_{t-1}) + k_t (write_t * v_t)^T.
     scale: 1 / sqrt(head_dim_k) if None.
@@ -56,8 +59,11 @@ def delta_rule(
 
     def local(cu_seqlens: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
         check_arguments(q, k, v, log_decay, erase, write, removal_key, initial_state, cu_seqlens)
+        kernel = select_kernel(q, k, v, erase, write, removal_key, cu_seqlens)
+        if kernel is Kernel.TRITON:
+            return triton_form(q, k, v, log_decay, erase, scale, initial_state, cu_seqlens)
         x = operands(q, k, v, log_decay, erase, write, removal_key, scale)
-        form = recurrent_form if select_kernel(q, cu_seqlens) is Kernel.RECURRENT else chunked_form
+        form = recurrent_form if kernel is Kernel.RECURRENT else chunked_form
         o, final = form(x, initial(x, initial_state, cu_seqlens), cu_seqlens)
         return o.to(v.dtype), final
 
@@ -65,7 +71,14 @@ def delta_rule(
         check_arguments(q, k, v, log_decay, erase, write, removal_key, None, None)
         mask = None if tokens is None else tokens.unsqueeze(0)
         decay = None if log_decay is None else without_padding(mask, log_decay)[0]
-        erased, written = without_padding(mask, erase, write)
+        erased = without_padding(mask, erase)[0]
+        if select_kernel(q, k, v, erase, write, removal_key, None) is Kernel.TRITON:
+            # Columns of the identity, which nothing is written to, then those of the state.
+            dim = k.shape[-1]
+            identity = torch.eye(dim, v.shape[-1] + dim, device=k.device).expand(k.shape[0], k.shape[2], -1, -1)
+            _, final = triton_form(q, k, F.pad(v, (dim, 0)), decay, erased, scale, identity, None)
+            return final[..., :dim], final[..., dim:]
+        written = None if write is None else without_padding(mask, write)[0]
         return affine_form(operands(q, k, v, decay, erased, written, removal_key, scale))
 
     if group is None:
@@ -73,3 +86,21 @@ def delta_rule(
     else:
         o, final = affine_over_ranks(group, q.shape[1], cu_seqlens, initial_state, shard_map=shard_map, local=local)
     return o, final if output_final_state else None
+
+
+@disable_compile
+def triton_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and final states by `models.kernels.delta_rule`."""
+    from ...kernels.delta_rule.delta_rule import delta_rule as kernel
+
+    decay = beta.new_zeros(beta.shape) if log_decay is None else log_decay
+    return kernel(q, k, v, decay, beta, scale, initial_state, cu_seqlens)

@@ -7,6 +7,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from ...backend import SIXTEEN_BITS, available
 from ...precision import accumulation_dtype
 from ..varlen import check_packed
 
@@ -16,11 +17,30 @@ class Kernel(Enum):
 
     RECURRENT = "recurrent"  # naive.py, one token after the other
     CHUNKED = "chunked"  # chunked.py, linear in length
+    TRITON = "triton"  # models/kernels/delta_rule
 
 
-def select_kernel(q: Tensor, cu_seqlens: Tensor | None) -> Kernel:
+# The largest key per head of the Triton kernels.
+_LARGEST_KEY = 256
+
+
+def select_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    erase: Tensor,
+    write: Tensor | None,
+    removal_key: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Kernel:
     """Return the kernel for these arguments of `models.operators.delta_rule.delta_rule.delta_rule`."""
-    return Kernel.RECURRENT if q.shape[1] == 1 and cu_seqlens is None else Kernel.CHUNKED
+    if q.shape[1] == 1 and cu_seqlens is None:
+        return Kernel.RECURRENT
+    one_gate = write is None and erase.dim() == 3 and removal_key is None
+    sixteen_bits = q.dtype in SIXTEEN_BITS and q.dtype == k.dtype == v.dtype
+    if one_gate and sixteen_bits and q.shape[-1] <= _LARGEST_KEY and q.numel() and v.numel() and available(q):
+        return Kernel.TRITON
+    return Kernel.CHUNKED
 
 
 @dataclass(frozen=True)
@@ -51,11 +71,12 @@ def operands(
     v: Tensor,
     log_decay: Tensor | None,
     erase: Tensor,
-    write: Tensor,
+    write: Tensor | None,
     removal_key: Tensor | None,
     scale: float,
 ) -> Operands:
     """Return the arguments of the operator in the common form. They were checked."""
+    write = erase if write is None else write
     dtype = accumulation_dtype(v)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     erase, write = (_trailing(x.to(dtype)) for x in (erase, write))
@@ -72,7 +93,7 @@ def check_arguments(
     v: Tensor,
     log_decay: Tensor | None,
     erase: Tensor,
-    write: Tensor,
+    write: Tensor | None,
     removal_key: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,

@@ -17,7 +17,9 @@ DECAYS = {"none": 0.0, "mild": 0.1, "middling": 4.0, "strong": 19.0}
 @pytest.fixture(autouse=True)
 def _interpreter(device: str) -> None:
     if device == "cuda":
-        pytest.skip("float32, which the kernels refuse on CUDA; tests/gpu/test_delta_rule_kernels.py runs them in 16 bits")
+        pytest.skip(
+            "float32, which the kernels refuse on CUDA; tests/gpu/test_delta_rule_kernels.py runs them in 16 bits"
+        )
 
 
 def check(
