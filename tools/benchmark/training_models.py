@@ -80,7 +80,7 @@ class Settings:
 
 def build(name: str, settings: Settings, device: torch.device) -> Training:
     """Build the model `name` of `MODELS_UNDER_TEST`. Raises ImportError if its package or a dependency is missing."""
-    if MODELS_UNDER_TEST[name] in (_gla, _hgrn2, _retnet) and device.type == "cpu":
+    if MODELS_UNDER_TEST[name] in (_gla, _hgrn2, _retnet, _kda, _gated_delta_net) and device.type == "cpu":
         raise ImportError("flash-linear-attention's kernels need a GPU")
     return MODELS_UNDER_TEST[name](settings, device)
 
@@ -167,6 +167,29 @@ def _retnet(settings: Settings, device: torch.device) -> Training:
     heads = settings.size.hidden_size // 256
     config = RetNetConfig(**_fla_common(settings), num_heads=heads)
     return _peer(RetNetForCausalLM, config, settings, device, _recurrence_flops(heads, 256, 512))
+
+
+def _kda(settings: Settings, device: torch.device) -> Training:
+    from fla.models import KDAConfig, KDAForCausalLM
+
+    size, heads = settings.size, settings.size.num_heads
+    dim = size.hidden_size // heads
+    config = KDAConfig(
+        **_fla_common(settings), intermediate_size=size.mlp_width, head_dim=dim, num_heads=heads
+    )  # fmt: skip
+    return _peer(KDAForCausalLM, config, settings, device, _recurrence_flops(heads, dim, dim))
+
+
+def _gated_delta_net(settings: Settings, device: torch.device) -> Training:
+    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+
+    # The paper: heads of 256 channels, 3/4 of the width for keys, twice as much for values.
+    size, dim = settings.size, 256
+    heads = size.hidden_size * 3 // 4 // dim
+    config = GatedDeltaNetConfig(
+        **_fla_common(settings), intermediate_size=size.mlp_width, head_dim=dim, num_heads=heads, expand_v=2
+    )
+    return _peer(GatedDeltaNetForCausalLM, config, settings, device, _recurrence_flops(heads, dim, 2 * dim))
 
 
 def _fla_common(settings: Settings) -> dict[str, Any]:
@@ -257,6 +280,8 @@ MODELS_UNDER_TEST: Mapping[str, Callable[[Settings, torch.device], Training]] = 
     "gla": _gla,
     "hgrn2": _hgrn2,
     "retnet": _retnet,
+    "kda": _kda,
+    "gated_delta_net": _gated_delta_net,
     "llama": partial(_llama, compiled=False),
     "llama-compiled": partial(_llama, compiled=True),
 }

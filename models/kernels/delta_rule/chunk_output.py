@@ -102,33 +102,6 @@ def key_gradient_kernel(
     t = start + row
     real = t < end
     do, updates, y = place(do, bh, T, H, V), place(updates, bh, T, H, V), place(y, bh, T, H, V)
-    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
-    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
-    strength = tl.load(place(beta, bh, T, H, 1) + t * H, mask=real, other=0.0).to(tl.float32)[:, None]
-    b = place(b, bh, T, H, K if PER_CHANNEL else 1)
-    until, total = decay_and_total(b, start, end, t, ck, H, K, BK, PER_CHANNEL, EVEN)
-    d_q = tl.zeros([C, BK], tl.float32)
-    d_k = tl.zeros([C, BK], tl.float32)
-    d_decay = tl.zeros([C, BK], tl.float32)
-    d_strength = tl.zeros([C], tl.float32)
-    base = (bh.to(tl.int64) * N + n) * (C * C)
-    square = base + row[:, None] * C + row[None, :]
-    d_p, d_a = tl.load(d_scores + square), tl.load(d_systems + square)
-    if PER_CHANNEL:
-        last = levels_of(levels, bh, n, N, (K + BK - 1) // BK, BLOCKS)
-        for level in range(0, last + 1):
-            rows, columns = level_factors(b, until, level, last, start, end, ck, row, H, K, C)
-            mask = of_level(row, level, last, C)
-            d_q, d_k, d_decay, d_strength = _pairs(
-                d_q, d_k, d_decay, d_strength, query, key, strength, rows, columns,
-                tl.where(mask, d_p, 0.0).to(rounded), tl.where(mask, d_a, 0.0).to(rounded), PRECISION,
-            )  # fmt: skip
-    else:
-        pair = pair_decay(b, t, end, H, real[:, None] & (row[:, None] >= row[None, :]))
-        d_q, d_k, d_decay, d_strength = _pairs(
-            d_q, d_k, d_decay, d_strength, query, key, strength, 1.0, 1.0,
-            (d_p * pair).to(rounded), (d_a * pair).to(rounded), PRECISION,
-        )  # fmt: skip
     from_q = tl.zeros([C, BK], tl.float32)
     from_reading = tl.zeros([C, BK], tl.float32)
     from_end = tl.zeros([C, BK], tl.float32)
@@ -143,21 +116,47 @@ def key_gradient_kernel(
         from_q = tl.dot(grad, state, from_q, input_precision=PRECISION)
         from_reading = tl.dot(load(y, t, d, end, H, V, BV, EVEN), state, from_reading, input_precision=PRECISION)
         from_end = tl.dot(load(updates, t, d, end, H, V, BV, EVEN), d_state, from_end, input_precision=PRECISION)
-    query, key = query.to(tl.float32), key.to(tl.float32)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    strength = tl.load(place(beta, bh, T, H, 1) + t * H, mask=real, other=0.0).to(tl.float32)[:, None]
+    b = place(b, bh, T, H, K if PER_CHANNEL else 1)
+    until, total = decay_and_total(b, start, end, t, ck, H, K, BK, PER_CHANNEL, EVEN)
     grown = tl.exp2(until)
-    from_q *= grown * scale
-    d_q += from_q
-    d_decay += query * from_q
+    d_q = from_q * (grown * scale)
+    d_decay = query.to(tl.float32) * d_q
     from_reading *= -grown
-    d_strength += tl.sum(from_reading * key, 1)
-    from_reading *= strength
-    d_k += from_reading
-    d_decay += key * from_reading
+    d_strength = tl.sum(from_reading * key.to(tl.float32), 1)
+    d_k = from_reading * strength
+    d_decay += key.to(tl.float32) * d_k
     from_end *= tl.exp2(total - until)
     d_k += from_end
-    from_end *= key
+    from_end *= key.to(tl.float32)
     d_decay -= from_end
     d_total = tl.exp2(tl.sum(total, 0)) * passing + tl.sum(from_end, 0)
+    base = (bh.to(tl.int64) * N + n) * (C * C)
+    square = base + row[:, None] * C + row[None, :]
+    if PER_CHANNEL:
+        last = levels_of(levels, bh, n, N, (K + BK - 1) // BK, BLOCKS)
+        for level in range(0, last + 1):
+            # Loaded again at every level, to save registers. The zero is unknown to the compiler.
+            t_again, square_again = t + (level >> 3), square + (level >> 3)
+            query = load(place(q, bh, T, H, K), t_again, ck, end, H, K, BK, EVEN)
+            key = load(place(k, bh, T, H, K), t_again, ck, end, H, K, BK, EVEN)
+            until, _ = decay_and_total(b, start, end, t_again, ck, H, K, BK, PER_CHANNEL, EVEN)
+            d_p, d_a = tl.load(d_scores + square_again), tl.load(d_systems + square_again)
+            rows, columns = level_factors(b, until, level, last, start, end, ck, row, H, K, C)
+            mask = of_level(row, level, last, C)
+            d_q, d_k, d_decay, d_strength = _pairs(
+                d_q, d_k, d_decay, d_strength, query, key, strength, rows, columns,
+                tl.where(mask, d_p, 0.0).to(rounded), tl.where(mask, d_a, 0.0).to(rounded), PRECISION,
+            )  # fmt: skip
+    else:
+        d_p, d_a = tl.load(d_scores + square), tl.load(d_systems + square)
+        pair = pair_decay(b, t, end, H, real[:, None] & (row[:, None] >= row[None, :]))
+        d_q, d_k, d_decay, d_strength = _pairs(
+            d_q, d_k, d_decay, d_strength, query, key, strength, 1.0, 1.0,
+            (d_p * pair).to(rounded), (d_a * pair).to(rounded), PRECISION,
+        )  # fmt: skip
     store(place(dq, bh, T, H, K), d_q, t, ck, end, H, K, BK, EVEN)
     store(place(dk, bh, T, H, K), d_k, t, ck, end, H, K, BK, EVEN)
     d_beta += block * TOKENS
