@@ -1,9 +1,9 @@
 """Kernels of the delta rule for the outputs of a chunk and for its gradients, given the states on both sides.
 
 In the notation of `wy.py` and `chunk_state.py`:
-    o = q_start S + P N
-    Y = T^T dN       dv = beta Y       dP = tril(do N^T)       dA = -tril(Y N^T, -1)
-    d(q_start) = do S^T      d(beta k e^b) = -Y S^T      d(k_end) = N dS'^T
+    o = q_start S + P N.
+    Y = T^T dN,      dv = beta Y,      dP = tril(do N^T),      dA = -tril(Y N^T, -1).
+    d(q_start) = do S^T,     d(beta k e^b) = -Y S^T,     d(k_end) = N dS'^T.
 dA is short because dw = -dN S^T and du = dN: the gradient of A = T^(-1) - I is -(T^T dw) w^T - (T^T du) u^T = -Y N^T.
 The gradients of q, k and b from P and A are formed level by level, as these are. Equal terms of b's gradient cancel exactly,
 because its two sides use the same rounded factors.

@@ -1,6 +1,6 @@
 """The delta rule on Triton kernels, with its gradients: the host code.
 
-    S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_(t-1) + beta_t k_t v_t^T      o_t = scale S_t^T q_t
+    S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_(t-1) + beta_t k_t v_t^T.     o_t = scale S_t^T q_t.
 `wy.py` computes the effect of a chunk's tokens on each other, `chunk_state.py` the states from chunk to chunk,
 `chunk_output.py` the outputs and gradients. The backward pass recomputes everything except P and T of `wy.py`.
 Reference: `models/operators/delta_rule/chunked.py`. Equations: arXiv 2406.06484, 2412.06464, 2510.26692.

@@ -1,11 +1,12 @@
 """Kernels of the delta rule inside a chunk: sums of log decays, and the WY form.
 
-With b the running sum of the log decays (base 2 here), B its total and s the scale:
-    A_ij = beta_i sum_d k_id k_jd e^(b_id - b_jd), j < i      P_ij = s sum_d q_id k_jd e^(b_id - b_jd), j <= i
-    T = (I + A)^(-1)      w = T (beta k e^b)      u = T (beta v)      the updates of the state are N = u - w S
-Every exponent is formed so that no factor overflows, whatever the decay. Level by level, the second half of a block of 2 L
-tokens meets its first half: with r = b at the end of the first half, e^(b_i - r) and e^(r - b_j) are at most 1. Blocks of
-`SMALLEST` tokens use one reference in their middle; log decays below `LIMIT` count as `LIMIT`, so that 4 tokens stay in range.
+b is the running sum of the log decays (base 2 here), B its total and s the scale.
+    A_ij = beta_i sum_d k_id k_jd e^(b_id - b_jd) for j < i.
+    P_ij = s sum_d q_id k_jd e^(b_id - b_jd) for j <= i.
+    T = (I + A)^(-1),      w = T (beta k e^b),      u = T (beta v).      The updates of the state are N = u - w S.
+No factor of an exponential overflows, whatever the decay. At a level, the second half of a block of tokens meets its first
+half: with r = b at the end of the first half, e^(b_i - r) and e^(r - b_j) are at most 1. The last level has blocks with one
+reference in their middle: the largest blocks whose decay fits the range, or 8 tokens. Log decays below `LIMIT` count as `LIMIT`.
 """
 
 from __future__ import annotations
