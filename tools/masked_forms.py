@@ -18,6 +18,7 @@ from typing import Any
 
 from data.atomic_io import write_json
 from tools.cli.arguments import check_picture, command, command_line, positive
+from tools.cli.progress import ProgressBar
 
 FORMS = ("parallel", "chunked", "recurrent")
 SOFTMAX = "softmax attention"
@@ -64,7 +65,6 @@ def compare(run: Path, lengths: Sequence[int], *, batch: int = 1, device: str = 
     Raises ValueError for a model without LION's forms.
     """
     import torch
-    from tqdm import tqdm
 
     from models.language_model import LanguageModel
     from models.mixers.lion import Lion
@@ -82,7 +82,7 @@ def compare(run: Path, lengths: Sequence[int], *, batch: int = 1, device: str = 
     with torch.device(loaded.device):
         encoder = LanguageModel(softmax_config, seed=0).eval().requires_grad_(False)
     rows = []
-    for length in tqdm(lengths, desc="lengths", leave=False, disable=not sys.stderr.isatty()):
+    for length in ProgressBar(lengths, desc="lengths", unit="length", leave=False):
         generator = torch.Generator().manual_seed(length)
         tokens = torch.randint(config.vocab_size, (batch, length), generator=generator).to(loaded.device)
         reference = None

@@ -144,9 +144,23 @@ def _evaluation(run: Path, step: str) -> str:
     if Path(str(results.get("checkpoint", ""))).name != step:
         return ""
     rows: list[list[str]] = []
+    few = False
     for suite, tasks in results["results"].items():
         for task, metrics in tasks.items():
+            details = results.get("details", {}).get(suite, {}).get(task, {})
             for metric, value in metrics.items():
-                if isinstance(value, int | float):
-                    rows.append([suite, Path(task).name, metric, f"{value:,.4g}"])
-    return markdown_table(["suite", "task", "metric", "value"], rows, text_columns=3)
+                if metric in _NO_METRICS or not isinstance(value, int | float):
+                    continue
+                detail = {"documents": metrics.get("documents"), **details.get(metric, {})}
+                documents, whole = detail["documents"], detail.get("whole")
+                few |= suite != "perplexity" and documents is not None and documents < 50
+                count = "-" if documents is None else f"{documents:,.0f}" + (f" of {whole:,}" if whole else "")
+                optional = ["-" if detail.get(key) is None else f"{detail[key]:,.4g}" for key in ("stderr", "chance")]
+                rows.append([suite, Path(task).name, metric, f"{value:,.4g}", *optional, count])
+    header = ["suite", "task", "metric", "value", "standard error", "chance", "documents"]
+    note = "\n\nScores on fewer than 50 documents show only that the task runs." if few else ""
+    return markdown_table(header, rows, text_columns=3) + note
+
+
+# Facts about a text in the results of a perplexity.
+_NO_METRICS = ("tokens", "bytes", "documents", "sequence_length", "stride", "seconds")

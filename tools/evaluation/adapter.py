@@ -13,10 +13,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
+from tools.cli.progress import ProgressBar
+from tools.evaluation.chat import chat_template_of, render_chat
 from tools.evaluation.data_parallel import Processes
 from tools.evaluation.prefix_tree import Ids
 from tools.evaluation.pseudo_likelihood import PseudoScorer
@@ -92,6 +93,14 @@ class ProjectLM(TemplateLM):
     def score_name(self) -> str:
         """Return the name of the scores."""
         return "pseudo-log-likelihood" if self.masked else "log-likelihood"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return chat_template_of(self._tokenizer) if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        template = chat_template_of(self._tokenizer)
+        assert template is not None, "`check_chat_template` precedes"
+        return render_chat(template, chat_history, add_generation_prompt=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return [int(i) for i in self._tokenizer.encode(string)]
@@ -237,8 +246,8 @@ class ProjectLM(TemplateLM):
         texts = [self._tokenizer.decode(ids) for ids in generated]
         return [_until_first_stop(text, stops) for text in texts]
 
-    def _bar(self, total: int, description: str) -> tqdm:
-        return tqdm(
+    def _bar(self, total: int, description: str) -> ProgressBar:
+        return ProgressBar(
             total=total,
             desc=description,
             unit="request",

@@ -11,7 +11,7 @@ from data.atomic_io import read_json, write_text
 from tools.evaluation.document_metrics import metric_value, metrics_of
 from tools.evaluation.harness import Prepared, evaluate, model_settings, prepare_tasks, shots_of, task_settings
 from tools.evaluation.open_model import is_huggingface, locate_model, open_model, results_file
-from tools.evaluation.report import bar_chart, detail_rows, latex, markdown, suite_table
+from tools.evaluation.report import bar_chart, latex, markdown
 from tools.evaluation.request import EvaluationRequest, TaskRequest
 from tools.evaluation.results_file import (
     KINDS,
@@ -24,14 +24,15 @@ from tools.evaluation.results_file import (
     refuse_others,
     suite_settings,
     with_tasks,
+    write_harness_files,
     write_json,
-    write_samples,
 )
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
+from tools.evaluation.tables import detail_rows, limits, suite_table, whole_size
 from tools.reporting.tables import plain_table
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that a refusal comes at once
-    from tools.loading.model import LocatedCheckpoint
+    from tools.loading.model import LoadedModel, LocatedCheckpoint
 
 Results = dict[str, Any]
 
@@ -45,7 +46,7 @@ def evaluate_model(request: EvaluationRequest) -> None:
         run_needle(request, request.needle, located)
     if request.tasks is not None:
         run_suites(request, request.tasks, located)
-    if request.texts is not None and located is not None:
+    if request.texts is not None:
         from tools.evaluation.texts import run_texts
 
         run_texts(request, request.texts, located)
@@ -57,8 +58,11 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
     Raises as `read_suite`, `check_needle`, `locate_model`, `check_output` and `check_texts`; ValueError for texts of a
     masked or Hugging Face model, and for one `--out` of several kinds of results.
     """
-    for name in request.tasks.suites if request.tasks is not None else ():
-        read_suite(name)
+    if request.tasks is not None:
+        for name in request.tasks.suites:
+            read_suite(name)
+        if request.tasks.fewshot_as_multiturn and not request.tasks.apply_chat_template:
+            raise ValueError("--fewshot-as-multiturn needs --apply-chat-template")
     kinds = request.kinds
     if request.out and len(kinds) > 1:
         raise ValueError(
@@ -71,10 +75,9 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
 
         check_needle(request.needle, huggingface=huggingface)
     if request.texts is not None and huggingface:
-        raise ValueError(
-            f"{request.checkpoint}: perplexity is of a run or a checkpoint, and this is neither; of a Hugging Face folder "
-            "python -m tools.convert_hf import FOLDER RUN makes one, and --suite and --tasks take it as it is"
-        )
+        from tools.evaluation.texts import check_huggingface_texts
+
+        check_huggingface_texts(request.checkpoint, request.texts)
     located = locate_model(request)
     if request.texts is not None and located is not None and located.model.bidirectional_mixers():
         raise ValueError(
@@ -97,6 +100,10 @@ def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedC
     """
     prepared = prepare_tasks(tasks)
     opened = open_model(request, located, "suites")
+    if tasks.apply_chat_template:
+        from tools.evaluation.chat import check_chat_template
+
+        check_chat_template(opened.lm, opened.name)
     description = {"model": opened.facts, **model_settings(opened.lm), **task_settings(prepared)}
     model = {"model_dtype": number_format(opened.lm.model)}
     settings = suite_settings({"config": model, "n-shot": shots_of(prepared), "metalion": description})
@@ -111,14 +118,14 @@ def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedC
     if not difference(suite_settings(earlier), settings):
         results = with_tasks(earlier, results)
     write_json(opened.out, results)
-    if request.save_samples:
-        write_samples(opened.out.parent, samples)
+    written = write_harness_files(opened.out.parent, new_results, samples if request.save_samples else {})
     opened.finish()
     print(f"\n{plain_table(*detail_rows(results))}")
     suites = prepared.suites if results is new_results else _suites_of([results], prepared.suites)
     write_tables(suites, [(opened.name, results)], opened.out)
+    print("\n".join(map(str, written)))
     if opened.loaded is not None:
-        _add_to_run(opened.loaded.run, opened.loaded.checkpoint, new_results, prepared)
+        _add_to_run(opened.loaded, new_results, prepared)
     return results
 
 
@@ -126,7 +133,7 @@ def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]],
     """Print the suites' tables and write them as `out` with the suffixes .md, .tex and .png."""
     tables = [suite_table(suite, models) for suite in suites]
     for table in tables:
-        print(f"\n{table.title}\n\n{plain_table(*table.text_rows())}\n")
+        print(f"\n{table.caption}\n\n{plain_table(*table.text_rows())}\n")
         for note in table.notes:
             print(f"  {note}")
     files = {".md": markdown(tables, models), ".tex": latex(tables)}
@@ -171,12 +178,15 @@ def compare_command(arguments: Sequence[str]) -> int:
         check_output(options.out)
     first, second = read_results(options.first), read_results(options.second)
     differences = compare(first, second)
-    print(f"first:  {first['metalion']['title']}\nsecond: {second['metalion']['title']}\n")
+    for word, results in (("first: ", first), ("second:", second)):
+        print(", ".join([f"{word} {results['metalion']['title']}", *limits([results])]))
+    print()
     print(plain_table(*comparison_rows(differences)))
     for text in excluded_metrics(first, second):
         print(f"\nnot compared: {text}")
     print(
-        "\np: chance of a difference this large between models that are equal on every document; significant: p (Holm) < 0.05"
+        "\n↑ higher is better, ↓ lower is better. p: probability of a difference this large between models that are equal on "
+        "every document; significant: p (Holm) < 0.05"
     )
     if options.out:
         write_json(options.out, [{**vars(d), "change": d.change} for d in differences])
@@ -196,23 +206,36 @@ def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, flo
     return values
 
 
-def _add_to_run(run: Path, checkpoint: Path, results: Results, prepared: Prepared) -> None:
-    """Add the scores to the run's results file, which its report page shows."""
-    path = run / RESULTS_FILE
+def _add_to_run(loaded: LoadedModel, results: Results, prepared: Prepared) -> None:
+    """Add the scores to the run's results file, which its report page and the card of its export show.
+
+    The key "details" has standard error, chance and number of documents of each score.
+    """
+    from tools.evaluation.texts import model_facts
+
+    path = loaded.run / RESULTS_FILE
     content = read_json(path, "remove it: python eval.py RUN writes it again") if path.is_file() else {}
-    checkpoint_name = str(checkpoint.resolve())
-    if content.get("checkpoint") != checkpoint_name:
+    facts = model_facts(loaded)
+    if content.get("checkpoint", facts["checkpoint"]) != facts["checkpoint"]:
         return
-    suites = {
-        suite.name: {
-            task: {m: score[0] for m in metrics_of(results, task) if (score := metric_value(results, task, m))}
-            for task in suite.tasks
-            if task in results["results"]
-        }
-        for suite in prepared.suites
-    }
-    previous = content.get("results", {})
-    content["results"] = {**previous, **{name: {**previous.get(name, {}), **tasks} for name, tasks in suites.items()}}
+    content = {**facts, **content}
+    members, chance = results["metalion"].get("members", {}), results["metalion"].get("chance", {})
+    for key in ("results", "details"):
+        content.setdefault(key, {})
+    for suite in prepared.suites:
+        names = dict.fromkeys(name for task in suite.tasks for name in (task, *members.get(task, ())))
+        for task in (name for name in names if name in results["results"]):
+            scores = {m: score for m in metrics_of(results, task) if (score := metric_value(results, task, m))}
+            samples = results.get("n-samples", {}).get(task, {})
+            shared = {"documents": samples.get("effective"), "whole": samples and whole_size(results, task)}
+            details = {
+                metric: {"stderr": error, "chance": chance.get(task) if metric.startswith("acc") else None, **shared}
+                for metric, (_, error) in scores.items()
+            }
+            content["results"].setdefault(suite.name, {})[task] = {
+                metric: value for metric, (value, _) in scores.items()
+            }
+            content["details"].setdefault(suite.name, {})[task] = details
     write_json(path, content)
 
 

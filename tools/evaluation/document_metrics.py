@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,40 @@ def chance_level(samples: Samples) -> float | None:
     """Return the accuracy of guessing for tasks with choices, else None."""
     counts = [len(sample["filtered_resps"]) for sample in samples if "acc" in sample["metrics"]]
     return sum(1 / n for n in counts) / len(counts) if counts and min(counts) > 1 else None
+
+
+def majority_scores(name: str, task: Any, samples: Samples) -> dict[str, float]:
+    """Return metric -> score of a constant answer with the most frequent label, for tasks with choices.
+
+    task: an `lm_eval.api.task.Task`. Documents with several right answers have no such score.
+    """
+    if chance_level(samples) is None:
+        return {}
+    labels = [
+        _label(task, sample) for sample in samples if sample.get("filter", "none") == samples[0].get("filter", "none")
+    ]
+    if None in labels:
+        return {}
+    ((label, count),) = Counter(labels).most_common(1)
+    share = count / len(labels)
+    f1 = 2 * share / (1 + share)  # of the majority class
+    if name == "multirc":  # the harness's acc is inverted
+        questions: dict[tuple[Any, Any], bool] = {}
+        for sample in samples:
+            question = sample["doc"]["idx"]["paragraph"], sample["doc"]["idx"]["question"]
+            questions[question] = questions.get(question, True) and _label(task, sample) == label
+        exact = sum(questions.values()) / len(questions)
+        return {"exact_match": exact, "answer_acc": share, "f1a": f1 if label == 1 else 0.0}
+    return {"acc": share, "acc_norm": share, **({"f1": f1 / 3} if name == "cb" else {})}
+
+
+def _label(task: Any, sample: Mapping[str, Any]) -> Any:
+    """Return the index of the right choice, or None for several."""
+    label = task.doc_to_text(sample["doc"]) if getattr(task, "multiple_input", 0) else sample["target"]
+    if isinstance(label, str):
+        choices = task.doc_to_choice(sample["doc"])
+        return choices.index(label) if label in choices else int(label) if label.isdecimal() else None
+    return None if isinstance(label, list) else label
 
 
 def task_hash(samples: Samples) -> str:

@@ -12,25 +12,29 @@ import random
 from pathlib import Path
 from typing import Any
 
-# Documents of the whole sets, by data folder and the split that the harness evaluates.
-SIZES = {
-    "super_glue/boolq/validation": 3270,
-    "super_glue/cb/validation": 56,
-    "super_glue/copa/validation": 100,
-    "super_glue/multirc/validation": 4848,
-    "super_glue/rte/validation": 277,
-    "super_glue/wic/validation": 638,
-    "super_glue/wsc.fixed/validation": 104,
-    "lambada_openai/test": 5153,
-    "logiqa/test": 651,
-    "wsc273/test": 273,
-    "piqa/validation": 1838,
-    "hellaswag/validation": 10042,
-    "winogrande/validation": 1267,
-    "ai2_arc/ARC-Easy/test": 2376,
-    "ai2_arc/ARC-Challenge/test": 1172,
-    "openbookqa/test": 500,
+from tools.evaluation.suites import read_suite
+
+# Data folder and evaluated split -> task, whose suite states the documents of the whole set.
+SETS = {
+    "super_glue/boolq/validation": "boolq",
+    "super_glue/cb/validation": "cb",
+    "super_glue/copa/validation": "copa",
+    "super_glue/multirc/validation": "multirc",
+    "super_glue/rte/validation": "sglue_rte",
+    "super_glue/wic/validation": "wic",
+    "super_glue/wsc.fixed/validation": "wsc",
+    "lambada_openai/test": "lambada_openai",
+    "logiqa/test": "logiqa",
+    "wsc273/test": "wsc273",
+    "piqa/validation": "piqa",
+    "hellaswag/validation": "hellaswag",
+    "winogrande/validation": "winogrande",
+    "ai2_arc/ARC-Easy/test": "arc_easy",
+    "ai2_arc/ARC-Challenge/test": "arc_challenge",
+    "openbookqa/test": "openbookqa",
 }
+_DOCUMENTS = {**(read_suite("superglue").documents or {}), **(read_suite("commonsense").documents or {})}
+SIZES = {name: _DOCUMENTS[task] for name, task in SETS.items()}
 PARAGRAPHS, QUESTIONS = 83, 953
 Row = dict[str, Any]
 

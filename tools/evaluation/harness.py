@@ -10,13 +10,13 @@ import contextlib
 import io
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.options import nearest_names
 from tools.evaluation import multirc
-from tools.evaluation.document_metrics import chance_level, metrics_by_document, task_hash
+from tools.evaluation.document_metrics import chance_level, majority_scores, metrics_by_document, task_hash
 from tools.evaluation.harness_context import fast, quiet, unchanged_random_state
 from tools.evaluation.request import TaskRequest
 from tools.evaluation.request_pairs import RequestCounts
@@ -28,15 +28,20 @@ if TYPE_CHECKING:
 
 # Resamples for the standard error of a metric without a formula (perplexity). The harness's 100,000 take minutes.
 BOOTSTRAP = 1000
+SEED_ARGUMENTS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Suites and their tasks with data, for any number of evaluations."""
+    """Hold suites and their tasks with data, for any number of evaluations.
+
+    whole_sets: task -> documents of the whole set, where the project's suites state it.
+    """
 
     request: TaskRequest
     suites: tuple[Suite, ...]
     task_set: TaskSet
+    whole_sets: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tasks(self) -> dict[str, LoadedTask]:
@@ -65,7 +70,9 @@ def prepare_tasks(request: TaskRequest) -> Prepared:
         )
     for suite in suites:
         check_metrics(suite, task_set.tasks)
-    return Prepared(request, tuple(suites), task_set)
+    return Prepared(
+        request, tuple(suites), task_set, {t: n for suite in known for t, n in (suite.documents or {}).items()}
+    )
 
 
 def check_metrics(suite: Suite, tasks: Mapping[str, LoadedTask]) -> None:
@@ -93,24 +100,41 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
     lm: an `lm_eval.api.model.LM`. use_cache: as `lm_eval.simple_evaluate`, for models without a cache of their own.
     """
     import lm_eval
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.utils import sanitize_model_name
 
-    started = time.perf_counter()
+    request, started = prepared.request, time.perf_counter()
+    multiturn = (
+        bool(request.apply_chat_template) if request.fewshot_as_multiturn is None else request.fewshot_as_multiturn
+    )
     main = is_main_process(lm)
     for loaded in prepared.tasks.values():
         loaded.task._instances = None  # requests and answers of an earlier evaluation
     # The bars of a cached model are the harness's own.
     errors = contextlib.nullcontext() if use_cache else contextlib.redirect_stderr(io.StringIO())
+    tracker = EvaluationTracker()
     with unchanged_random_state(), fast(), quiet(), contextlib.redirect_stdout(io.StringIO()), errors:
         results = lm_eval.simple_evaluate(
             model=lm,
             tasks=prepared.task_set.roots,
-            num_fewshot=prepared.request.shots,
+            num_fewshot=request.shots,
             bootstrap_iters=BOOTSTRAP if main else 0,
             task_manager=prepared.task_set.manager,
             use_cache=None if use_cache is None else str(use_cache),
+            limit=request.limit,
+            system_instruction=request.system_instruction,
+            apply_chat_template=request.apply_chat_template,
+            fewshot_as_multiturn=multiturn,
+            gen_kwargs=request.gen_kwargs,
+            evaluation_tracker=tracker,
+            **dict(zip(SEED_ARGUMENTS, request.seed, strict=True)),
         )
     if results is None or not main:
         return None
+    facts = tracker.general_config_tracker
+    facts.log_end_time()
+    name = str(getattr(lm, "name", type(lm).__name__))
+    results.update(asdict(facts), model_name=name, model_name_sanitized=sanitize_model_name(name))
     samples = results["samples"]
     if "multirc" in samples:
         for key, value in multirc.multirc_metrics(samples["multirc"]).items():
@@ -123,7 +147,14 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
     counts = getattr(lm, "counts", None) or RequestCounts()
     results["metalion"] = {
         "suites": [suite.name for suite in prepared.suites],
+        "members": prepared.task_set.members,
+        "whole_set": {task: n for task, n in prepared.whole_sets.items() if task in samples},
         **task_settings(prepared),
+        "majority": {
+            task: scores
+            for task, rows in samples.items()
+            if (scores := majority_scores(task, prepared.tasks[task].task, rows))
+        },
         "chance": {task: chance for task, rows in samples.items() if (chance := chance_level(rows)) is not None},
         **counts.by_task(),
         **model_settings(lm),
@@ -148,6 +179,7 @@ def task_settings(prepared: Prepared) -> dict[str, Any]:
         "other_split": sorted(name for name, loaded in prepared.tasks.items() if loaded.other_split),
         "data": {name: loaded.files or _hub_fingerprint(loaded) for name, loaded in prepared.tasks.items()},
         "shots": prepared.request.shots,
+        **prepared.request.prompt_settings,
     }
 
 

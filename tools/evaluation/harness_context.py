@@ -8,14 +8,21 @@ import gc
 import logging
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 import numpy as np
+from tqdm import tqdm
+
+from tools.cli.progress import ProgressBar
+
+# The harness's modules with progress bars.
+_WITH_BARS = ("lm_eval.api.model", "lm_eval.api.task", "lm_eval.models.huggingface")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the harness's notes on its defaults and its progress bars off the terminal, and its bootstrap in this process."""
+    """Keep the harness's notes off the terminal, replace its progress bars, and keep its bootstrap in this process."""
     import datasets
 
     logger = logging.getLogger("lm_eval")
@@ -24,10 +31,15 @@ def quiet() -> Iterator[None]:
     os.environ["DISABLE_MULTIPROC"] = "1"  # no fork of a process that may hold a GPU, for a bootstrap of seconds
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
+    modules = [sys.modules[name] for name in _WITH_BARS if name in sys.modules]
+    for module in modules:
+        module.tqdm = ProgressBar  # type: ignore[attr-defined]
     try:
         yield
     finally:
         logger.setLevel(level)
+        for module in modules:
+            module.tqdm = tqdm  # type: ignore[attr-defined]
         if not bars:
             datasets.enable_progress_bars()
         del os.environ["DISABLE_MULTIPROC"]

@@ -73,6 +73,10 @@ class HuggingFaceLM(HFLM):
         self.counts = RequestCounts()
         self._pairs: dict[tuple[str, str], Pair] = {}
 
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        # Without a template, the harness's method ends in an error of transformers.
+        return super().chat_template(chat_template) if self.tokenizer.chat_template else None
+
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encode a pair as the harness does, or as `split_pair` where the harness has no ids for the continuation."""
         if self.backend != "causal":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,11 +151,7 @@ def run_positions(
     """
     trained = int(loaded.config["batch"]["sequence_length"])
     length = request.sequence_length or 4 * trained
-    progress = sys.stderr.isatty()
-    results = [
-        loss_by_position(loaded, text, length=length, batch_size=request.batch_size, progress=progress)
-        for text in texts
-    ]
+    results = [loss_by_position(loaded, text, length=length, batch_size=request.batch_size) for text in texts]
     plot_positions(results, picture)
     entries: dict[str, dict[str, Any]] = {}
     for result in results:

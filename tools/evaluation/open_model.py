@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.evaluation.request import EvaluationRequest
-from tools.evaluation.results_file import NEEDLE_FILE, RESULTS_FILE, number_format
+from tools.evaluation.results_file import NEEDLE_FILE, PERPLEXITY_FILE, RESULTS_FILE, number_format
 
 if TYPE_CHECKING:
     from tools.loading.model import LoadedModel, LocatedCheckpoint
@@ -75,7 +75,8 @@ def locate_model(request: EvaluationRequest) -> LocatedCheckpoint | None:
             config = Path(cached_file(name, "config.json"))  # cached for the model
         except OSError as error:
             raise OSError(
-                f"{name} is no local folder, and the hub does not provide it: {' '.join(str(error).split())}"
+                f"{name} is no local folder, and the hub does not provide it: {' '.join(str(error).split())}. Download the "
+                "model where the hub can be reached, and name its folder"
             ) from error
     check_model(name, config)
     return None
@@ -87,6 +88,7 @@ def results_file(request: EvaluationRequest, located: LocatedCheckpoint | None, 
         return request.out
     file = NEEDLE_FILE if kind == "needle" else RESULTS_FILE
     if located is None:
+        file = PERPLEXITY_FILE if kind == "texts" else file
         return Path("runs") / "evaluation" / _title(request) / file
     return located.run / file if kind == "texts" else located.run / "evaluation" / located.checkpoint.name / file
 
@@ -179,7 +181,7 @@ def _open_checkpoint(
         name=name,
         processes=processes,
         cache=cache,
-        progress=request.progress and sys.stderr.isatty(),
+        progress=request.progress,
     )
     facts = {
         "name": str(loaded.checkpoint.resolve()),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,8 +25,14 @@ from data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data.loader import batches
 from data.manifest import check_tokenizer, read_manifest
 from data.tokenizer import Tokenizer
+from tools.cli.progress import ProgressBar
 from tools.loading.model import LoadedModel
 from tools.loading.token_data import data_config, prepare_token_files
+
+if TYPE_CHECKING:
+    from tools.evaluation.huggingface_text import HuggingFaceText, HuggingFaceTokens
+
+    TextModel = LoadedModel | HuggingFaceText
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ def token_file_text(prefix: Path, tokenizer: Tokenizer, name: str | None = None)
     return TokenText(name or prefix.name, prefix, size, file.num_documents)
 
 
-def raw_text(path: str, tokenizer: Tokenizer, folder: Path, *, text_key: str = "text") -> TokenText:
+def raw_text(path: str, tokenizer: Tokenizer | HuggingFaceTokens, folder: Path, *, text_key: str = "text") -> TokenText:
     """Tokenise a raw file, or a folder or glob of them, into `folder`. Raises as `source_files` and `read_documents`."""
     prefix = folder / f"text{len(list(folder.glob('*.idx')))}"
     size = documents = 0
@@ -92,16 +99,20 @@ def raw_text(path: str, tokenizer: Tokenizer, folder: Path, *, text_key: str = "
 
 @torch.inference_mode()
 def perplexity(
-    loaded: LoadedModel,
+    loaded: TextModel,
     text: TokenText,
     *,
     sequence_length: int | None = None,
+    stride: int | None = None,
     batch_size: int = 8,
     progress: bool = True,
 ) -> dict[str, float]:
     """Measure a model on a text.
 
     Args:
+        loaded: a model of this project, or of Hugging Face.
+        stride: tokens between two pieces. The tokens that a piece shares with the previous one are context only. None:
+            pieces share no tokens.
         sequence_length: tokens per piece; None for the trained length.
         batch_size: pieces per batch; changes only the speed.
 
@@ -113,7 +124,8 @@ def perplexity(
     reset = loaded.config["data"]["reset_at_documents"]
     started = time.perf_counter()
     nll = weight = 0.0
-    for batch in text_batches(loaded, text, length, batch_size, reset_at_documents=reset, progress=progress):
+    batches = text_batches(loaded, text, length, batch_size, reset_at_documents=reset, stride=stride, progress=progress)
+    for batch in batches:
         nll += loaded.model(**batch).item()
         weight += batch["loss_weight"].sum().item()
     loss = nll / weight
@@ -125,32 +137,69 @@ def perplexity(
         "bytes": text.bytes,
         "documents": text.documents,
         "sequence_length": length,
+        **({} if stride is None else {"stride": stride}),
         "seconds": round(time.perf_counter() - started, 3),
     }
 
 
+class StridedDataset:
+    """Return windows of a token file that overlap. Every token is a label once: in the first window that has it.
+
+    The stream is `first_token` followed by all tokens. The last window is padded with loss weight 0.
+    """
+
+    def __init__(self, prefix: Path, *, sequence_length: int, stride: int, first_token: int) -> None:
+        file = IndexedTokens(prefix)
+        sequences = [np.asarray(file[number], np.int64) for number in range(len(file))]
+        self._stream = np.concatenate([np.array([first_token]), *sequences])
+        self._length, self._stride, self._padding = sequence_length, stride, first_token
+
+    def __len__(self) -> int:
+        return 1 + max(0, -(-(len(self._stream) - 1 - self._length) // self._stride))
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        begin = number * self._stride
+        piece = self._stream[begin : begin + self._length + 1]
+        padded = np.full(self._length + 1, self._padding)
+        padded[: len(piece)] = piece
+        weight = torch.zeros(self._length)
+        weight[self._length - self._stride if number else 0 : len(piece) - 1] = 1.0
+        return {"tokens": torch.from_numpy(padded[:-1]), "labels": torch.from_numpy(padded[1:]), "loss_weight": weight}
+
+
 def text_batches(
-    loaded: LoadedModel,
+    loaded: TextModel,
     text: TokenText,
     length: int,
     batch_size: int,
     *,
     reset_at_documents: bool = False,
+    stride: int | None = None,
     progress: bool = True,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield a text in batches of pieces, [batch_size, length] each, on the device of the model."""
-    from tqdm import tqdm
-
-    pieces = SequentialDataset(
-        text.prefix,
-        sequence_length=length,
-        first_token=loaded.tokenizer.end_of_document_id,
-        reset_at_documents=reset_at_documents,
-    )
+    first_token = loaded.tokenizer.end_of_document_id
+    pieces: SequentialDataset | StridedDataset
+    if stride is None:
+        pieces = SequentialDataset(
+            text.prefix, sequence_length=length, first_token=first_token, reset_at_documents=reset_at_documents
+        )
+    else:
+        _check_stride(stride, length, reset_at_documents)
+        pieces = StridedDataset(text.prefix, sequence_length=length, stride=stride, first_token=first_token)
     steps = batches(pieces, global_batch_size=batch_size, micro_batch_size=batch_size, fill_last=True)
     total = -(-len(pieces) // batch_size)
-    for (batch,) in tqdm(steps, total=total, desc=text.name, unit="batch", disable=not progress, leave=False):
+    for (batch,) in ProgressBar(steps, total=total, desc=text.name, unit="batch", disable=not progress, leave=False):
         yield {key: value.to(loaded.device) for key, value in batch.items()}
+
+
+def _check_stride(stride: int, length: int, reset_at_documents: bool) -> None:
+    if reset_at_documents:
+        raise ValueError(
+            f"--stride {stride}: the run has data.reset_at_documents, so that documents share no context; leave --stride out"
+        )
+    if stride > length:
+        raise ValueError(f"--stride {stride}: allowed are 1 to {length}, the tokens per piece (--sequence-length)")
 
 
 def _decoded_bytes(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer, prefix: Path) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 NEEDLE = "needle"  # a suite that is no task of the harness
 LENGTHS = (2048, 4096, 8192, 16384)
+SEEDS = (0, 1234, 1234, 1234)  # the harness's defaults
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 
 
@@ -24,6 +25,10 @@ class TaskRequest:
         hub: whether data that the folder lacks come from the hub.
         split: evaluate this split ("validation", "test") instead of the stock task's, where the data have it.
         shots: examples in the prompt; None for the number of each task, which is 0 for the suites.
+        include_path: folder with task YAMLs of one's own.
+        limit: first documents per task that are evaluated: a number, or a share below 1; None for all.
+        apply_chat_template, system_instruction, fewshot_as_multiturn, gen_kwargs: as `lm_eval.simple_evaluate`.
+        seed: of random, NumPy, torch and the examples in the prompt.
     """
 
     suites: tuple[str, ...] = ()
@@ -33,6 +38,20 @@ class TaskRequest:
     hub: bool = False
     split: str | None = None
     shots: int | None = None
+    include_path: Path | None = None
+    limit: float | None = None
+    apply_chat_template: bool | str = False
+    system_instruction: str | None = None
+    fewshot_as_multiturn: bool | None = None
+    gen_kwargs: dict[str, Any] | None = None
+    seed: tuple[int | None, ...] = SEEDS
+
+    @property
+    def prompt_settings(self) -> dict[str, Any]:
+        """Return the settings of prompts and generation that are not the default, by name."""
+        default = TaskRequest()
+        names = ("limit", "apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs", "seed")
+        return {name: value for name in names if (value := getattr(self, name)) != getattr(default, name)}
 
 
 @dataclass(frozen=True)
@@ -62,6 +81,7 @@ class TextRequest:
         data: raw texts and prefixes of token files; empty for the run's validation set.
         text_key: key of the text in JSON lines.
         sequence_length: tokens per piece; None for the trained length, or 4 times it by position.
+        stride: tokens between two pieces; None for pieces without common tokens.
         batch_size: pieces per batch.
         by_position: whether the loss is measured by position.
     """
@@ -69,6 +89,7 @@ class TextRequest:
     data: tuple[str, ...] = ()
     text_key: str = "text"
     sequence_length: int | None = None
+    stride: int | None = None
     batch_size: int = 8
     by_position: bool = False
 
@@ -119,7 +140,7 @@ class EvaluationRequest:
         if suites or options.tasks:
             tasks = _filled(TaskRequest, options, suites=suites)
         if NEEDLE in options.suite:
-            needle = _filled(NeedleRequest, options)
+            needle = _filled(NeedleRequest, options, seed=(options.seed or [0])[0] or 0)
         if options.data or options.by_position or not (options.suite or options.tasks):
             texts = _filled(TextRequest, options)
         return _filled(cls, options, tasks=tasks, needle=needle, texts=texts)

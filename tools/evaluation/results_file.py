@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from data import atomic_io
 from data.atomic_io import read_json, write_text
 
 RESULTS_FILE, NEEDLE_FILE = "results.json", "needle.json"
+PERPLEXITY_FILE = "perplexity.json"  # of a Hugging Face model, whose folder has the suites' results.json
 # Kind of results -> (a key that only its files have, a description).
 KINDS = {
     "suites": ("metalion", "suites or tasks"),
@@ -22,6 +24,20 @@ _TABLE_SUFFIXES = (".md", ".tex", ".png")
 # Keys that tables read: of the harness, and under "metalion".
 _TABLES = ("versions", "n-shot", "n-samples", "config")
 _TABLES_METALION = ("suites", "chance", "split", "other_split", "truncated", "score", "max_length", "seconds")
+# Keys under "metalion" with one entry per task.
+_BY_TASK = (
+    *("split", "data", "majority", "chance", "requests", "truncated", "apart", "recut", "documents"),
+    *("members", "whole_set"),
+)
+# Settings of prompts and generation -> the words for them in messages.
+_PROMPT_SETTINGS = {
+    "limit": "limit (--limit)",
+    "apply_chat_template": "chat template",
+    "system_instruction": "system instruction",
+    "fewshot_as_multiturn": "multi-turn examples",
+    "gen_kwargs": "generation arguments",
+    "seed": "seeds",
+}
 
 
 def check_output(out: Path, kind: str | None = None) -> None:
@@ -86,14 +102,31 @@ def write_json(path: Path, content: Any) -> None:
     atomic_io.write_json(path, content, handle_non_serializable)
 
 
-def write_samples(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write `samples_TASK.jsonl`: every document with its prompts and answers, as the harness logs them."""
-    from lm_eval.utils import handle_non_serializable
+def write_harness_files(
+    folder: Path, results: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[Path]:
+    """Write results_DATE.json and samples_TASK_DATE.jsonl as the harness names and formats them. Return the paths.
 
+    The harness's own writer ignores errors such as a full disk. samples: of the tasks to write.
+    """
+    from lm_eval.utils import handle_non_serializable, sanitize_list
+
+    date = datetime.now().isoformat().replace(":", "-")
+    paths = [folder / f"results_{date}.json"]
+    write_json(paths[0], {key: value for key, value in results.items() if key != "metalion"})
     for task, rows in samples.items():
-        plain = (atomic_io.of_json(row, handle_non_serializable) for row in rows)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in plain]
-        write_text(folder / f"samples_{task}.jsonl", "".join(lines))
+        lines = []
+        for row in rows:
+            arguments = {
+                f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(request)}
+                for i, request in enumerate(row["arguments"])
+            }
+            texts = {key: sanitize_list(row[key]) for key in ("resps", "filtered_resps")}
+            sample = {**row, **texts, "arguments": arguments, "target": str(row["target"])}
+            lines.append(json.dumps(atomic_io.of_json(sample, handle_non_serializable), ensure_ascii=False) + "\n")
+        paths.append(folder / f"samples_{task}_{date}.jsonl")
+        write_text(paths[-1], "".join(lines))
+    return paths
 
 
 def difference(earlier: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -123,6 +156,7 @@ def suite_settings(results: Mapping[str, Any]) -> dict[str, Any]:
         "number format": str(results.get("config", {}).get("model_dtype")).removeprefix("torch."),
         "tokens at once": section.get("max_length"),
         "score": section.get("score"),
+        **{words: _plain(section.get(name)) for name, words in _PROMPT_SETTINGS.items()},
         # Without --shots the number is each task's own: 0, or that of the line below.
         **({"examples in the prompt": section["shots"] or 0} if "shots" in section else {}),
         **{f"{task}'s examples in the prompt": shots for task, shots in results.get("n-shot", {}).items()},
@@ -154,10 +188,7 @@ def with_tasks(earlier: Mapping[str, Any], results: dict[str, Any]) -> dict[str,
         return results
     tables = [key for key in earlier if isinstance(earlier[key], dict) and key not in ("metalion", "config")]
     joined = {key: {**earlier[key], **results.get(key, {})} for key in tables}
-    merged = {
-        key: {**old.get(key, {}), **new.get(key, {})}
-        for key in ("split", "data", "chance", "requests", "truncated", "apart", "recut", "documents")
-    }
+    merged = {key: {**old.get(key, {}), **new.get(key, {})} for key in _BY_TASK}
     merged["suites"] = list(dict.fromkeys([*old["suites"], *new["suites"]]))
     merged["other_split"] = sorted({*old["other_split"]} - repeated | {*new["other_split"]})
     for key in ("requests", "truncated"):
@@ -178,3 +209,8 @@ def _kind(out: Path) -> str | None:
     except ValueError:
         return None
     return next((name for name, (key, _) in KINDS.items() if key in content), None)
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON reads it back."""
+    return list(value) if isinstance(value, tuple) else value

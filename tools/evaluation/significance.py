@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.evaluation.report import is_raw
+from tools.evaluation.tables import is_raw
 
 SWAPS = 10_000
 _UNSUPPORTED = "is no mean over documents, and this comparison does not support it"
@@ -31,6 +31,7 @@ class Difference:
         documents: number of documents of both models.
         first, second: the metric over these documents.
         stderr: of second - first over documents; None for metrics that are no mean.
+        higher_is_better: direction of the metric; None if it is unknown.
         p: probability of a difference at least as large under the null hypothesis.
         adjusted: p after Holm's correction over all comparisons (Holm 1979).
     """
@@ -43,11 +44,19 @@ class Difference:
     stderr: float | None
     p: float
     adjusted: float = math.nan
+    higher_is_better: bool | None = None
 
     @property
     def change(self) -> float:
         """Return second - first."""
         return self.second - self.first
+
+    @property
+    def better(self) -> str:
+        """Return "first" or "second", or an empty text for equal values or an unknown direction."""
+        if self.higher_is_better is None or not self.change:
+            return ""
+        return "second" if (self.change > 0) == self.higher_is_better else "first"
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
@@ -56,7 +65,9 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Differe
     Raises ValueError if they share none.
     """
     differences = [
-        difference(task, metric, a, b) for task, metric, a, b, reason in _shared(first, second) if not reason
+        replace(difference(task, metric, a, b), higher_is_better=_direction(first, task, metric))
+        for task, metric, a, b, reason in _shared(first, second)
+        if not reason
     ]
     if not differences:
         reasons = excluded_metrics(first, second) or ["the two results share no task and document"]
@@ -128,8 +139,8 @@ def difference(task: str, metric: str, first: Values, second: Values) -> Differe
 
 
 def comparison_rows(differences: Sequence[Difference]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows as text, shares in percent."""
-    header = ["task", "metric", "documents", "first", "second", "difference", "±", "p", "p (Holm)", ""]
+    """Return header and rows as text, shares in percent. An arrow shows the better direction of a metric."""
+    header = ["task", "metric", "documents", "first", "second", "difference", "±", "p", "p (Holm)", "better"]
     rows = []
     for d in differences:
         share = not is_raw(d.metric)
@@ -140,13 +151,13 @@ def comparison_rows(differences: Sequence[Difference]) -> tuple[list[str], list[
         rows.append(
             [
                 d.task,
-                d.metric,
+                d.metric + {True: " ↑", False: " ↓", None: ""}[d.higher_is_better],
                 f"{d.documents:,}",
                 *shown,
                 "-" if d.stderr is None else f"{100 * d.stderr:.2f}",
                 f"{d.p:.4f}",
                 f"{d.adjusted:.4f}",
-                "significant" if d.adjusted < 0.05 else "",
+                f"{d.better or 'unknown direction'}, significant" if d.adjusted < 0.05 else d.better,
             ]
         )
     return header, rows
@@ -166,6 +177,12 @@ def _statistic(task: str, metric: str, values: Values) -> Callable[[Values], Val
     if metric == "bits_per_byte":
         return lambda x: _nats(x) / math.log(2)
     return None
+
+
+def _direction(results: Mapping[str, Any], task: str, metric: str) -> bool | None:
+    """Return whether higher values of a metric are better, as the harness states it; a perplexity is better when lower."""
+    stated = results.get("higher_is_better", {}).get(task, {}).get(metric.partition(",")[0])
+    return (False if is_raw(metric) else None) if stated is None else bool(stated)
 
 
 def _nats(x: Values) -> Values:

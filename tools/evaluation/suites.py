@@ -20,6 +20,7 @@ _KINDS: dict[str, type] = {
     "title": str,
     "paper": dict,
     "fields": dict,
+    "documents": dict,
 }
 
 
@@ -48,6 +49,7 @@ class Suite:
         rows: published results, {"model", "tokens", label: value}, in percent except perplexities.
         source: of the published results.
         fields: task -> fields that every row of its data must have; "a.b" for a nested field.
+        documents: task -> number of documents of the whole set.
         local: tasks whose data the hub cannot provide.
         folders: the harness's folders of the tasks, so that the other folders are not read.
     """
@@ -60,6 +62,7 @@ class Suite:
     rows: tuple[dict[str, Any], ...] = ()
     source: str = ""
     fields: dict[str, tuple[str, ...]] | None = None
+    documents: dict[str, int] | None = None
     local: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
 
@@ -125,6 +128,7 @@ def read_suite(name: str) -> Suite:
         rows=rows,
         source=paper.get("source", ""),
         fields={task: tuple(names) for task, names in (content.get("fields") or {}).items()},
+        documents=content.get("documents") or {},
         local=tuple(content.get("local") or ()),
         folders=tuple(content.get("folders") or ()),
     )

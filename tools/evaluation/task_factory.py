@@ -138,7 +138,7 @@ def local_data(
     for folder in _folders(config, name) if data_dir is not None else ():
         files = {
             config[key]: path
-            for key in SPLITS
+            for key in (*SPLITS, "fewshot_split")
             if config.get(key) and (path := _file(Path(data_dir or "") / folder, config[key])) is not None
         }
         if files:

@@ -59,7 +59,7 @@ def load_tasks(
     """
     from tools.evaluation.task_factory import LocalDataFactory
 
-    manager = task_manager(names, folders)
+    manager = task_manager(names, folders, request.include_path)
     factory = LocalDataFactory(manager, request, fields or {}, local)
     manager._factory = factory
     members = {name: factory.task_names(name) for name in names}
@@ -76,19 +76,25 @@ def load_tasks(
     return TaskSet(factory.loaded, members, roots, manager)
 
 
-def task_manager(names: Sequence[str], folders: Sequence[str] = ()) -> TaskManager:
+def task_manager(names: Sequence[str], folders: Sequence[str] = (), include_path: Path | None = None) -> TaskManager:
     """Return an index of the given folders of tasks if they hold all names, else of the whole harness (10 s).
 
-    Raises UnknownNameError.
+    include_path: a folder with more tasks, whose names replace the harness's.
+
+    Raises UnknownNameError; FileNotFoundError for an `include_path` that is no folder.
     """
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
-    if folders:
-        manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=[root / folder for folder in folders])
+    own = [] if include_path is None else [include_path]
+    if include_path is not None and not include_path.is_dir():
+        raise FileNotFoundError(f"--include-path {include_path}: it is no folder; give a folder with task YAMLs")
+    if folders or own:
+        paths = [*(root / folder for folder in folders), *own]
+        manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=paths)
         if all(name in manager.task_index for name in names):
             return manager
-    manager = lm_eval.tasks.TaskManager()
+    manager = lm_eval.tasks.TaskManager(include_path=own) if own else lm_eval.tasks.TaskManager()
     for name in names:
         if name not in manager.task_index:
             raise UnknownNameError(f"the harness has no task {name!r}; {nearest_names(name, manager.all_tasks)}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import write_json
 from data.corpus.discovery import source_files
@@ -21,15 +20,26 @@ from tools.evaluation.results_file import earlier_results, number_format
 from tools.loading.model import LoadedModel, LocatedCheckpoint, load_located
 from tools.reporting.tables import plain_table
 
+if TYPE_CHECKING:
+    from tools.evaluation.huggingface_text import HuggingFaceText
+
+    TextModel = LoadedModel | HuggingFaceText
+
 Metrics = Mapping[str, Any]
 
 
-def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCheckpoint) -> None:
+def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCheckpoint | None) -> None:
     """Measure the perplexity of texts, print a table, add to the results file.
 
-    Raises as `load_located` and `evaluate_texts`.
+    located: None for a Hugging Face model. Raises as `load_located`, `load_huggingface_text` and `evaluate_texts`.
     """
-    loaded = load_located(located)
+    loaded: TextModel
+    if located is None:
+        from tools.evaluation.huggingface_text import load_huggingface_text
+
+        loaded = load_huggingface_text(request)
+    else:
+        loaded = load_located(located)
     dtype = number_format(loaded.model)
     print(f"{loaded.checkpoint}: {loaded.num_parameters / 1e6:,.2f} M parameters, {dtype} on {loaded.device}\n")
     out = results_file(request, located, "texts")
@@ -46,23 +56,24 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
     print(f"\n{out}")
 
 
-def evaluate_texts(loaded: LoadedModel, request: TextRequest, out: Path) -> dict[str, Any]:
+def evaluate_texts(loaded: TextModel, request: TextRequest, out: Path) -> dict[str, Any]:
     """Return metrics by text: of the requested texts, or of the run's validation set.
 
     out: the results file; a chart is written beside it. Raises FileNotFoundError, ValueError.
     """
     with tempfile.TemporaryDirectory() as folder:
         texts = [_text(loaded, name, Path(folder), request.text_key) for name in request.data]
-        texts = texts or [validation_text(loaded)]
-        if request.by_position:
+        if isinstance(loaded, LoadedModel):
+            texts = texts or [validation_text(loaded)]
+        if request.by_position and isinstance(loaded, LoadedModel):
             return run_positions(loaded, texts, request, out.with_name("perplexity_by_position.png"))
         return {
             text.name: perplexity(
                 loaded,
                 text,
                 sequence_length=request.sequence_length,
+                stride=request.stride,
                 batch_size=request.batch_size,
-                progress=sys.stderr.isatty(),
             )
             for text in texts
         }
@@ -70,7 +81,7 @@ def evaluate_texts(loaded: LoadedModel, request: TextRequest, out: Path) -> dict
 
 def write_results(
     out: Path,
-    loaded: LoadedModel,
+    loaded: TextModel,
     *,
     perplexity: Mapping[str, Metrics] | None = None,
     by_position: Mapping[str, Metrics] | None = None,
@@ -79,25 +90,32 @@ def write_results(
 
     Raises ValueError for a file of another kind of results.
     """
-    checkpoint = str(loaded.checkpoint.resolve())
+    facts = model_facts(loaded)
     earlier = earlier_results(out, "texts")
-    if earlier.get("checkpoint") != checkpoint:
+    if earlier.get("checkpoint") != facts["checkpoint"]:
         earlier = {}
     results = earlier.get("results", {})
     if perplexity is not None:
         results = {**results, "perplexity": {**results.get("perplexity", {}), **perplexity}}
     content = {
         **earlier,
-        "checkpoint": checkpoint,
+        **facts,
+        "results": results,
+        **({} if by_position is None else {"by_position": by_position}),
+    }
+    write_json(out, content)
+
+
+def model_facts(loaded: TextModel) -> dict[str, Any]:
+    """Return the description of a model, a device and a date in a results file."""
+    return {
+        "checkpoint": str(loaded.checkpoint.resolve() if isinstance(loaded, LoadedModel) else loaded.checkpoint),
         "step": loaded.step,
         "parameters": loaded.num_parameters,
         "device": str(loaded.device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
-        "results": results,
-        **({} if by_position is None else {"by_position": by_position}),
     }
-    write_json(out, content)
 
 
 def check_texts(names: tuple[str, ...]) -> None:
@@ -107,6 +125,16 @@ def check_texts(names: tuple[str, ...]) -> None:
             IndexedTokens(name)
         else:
             source_files(name)
+
+
+def check_huggingface_texts(name: str, request: TextRequest) -> None:
+    """Raise ValueError for requests that need a run: its validation set, token files and the loss by position."""
+    if not request.data:
+        raise ValueError(f"{name} is a Hugging Face model and has no validation set: name a text with --data")
+    if request.by_position:
+        raise ValueError(f"{name}: --by-position needs a run; python -m tools.convert_hf import FOLDER RUN makes one")
+    if files := [text for text in request.data if _is_token_file(text)]:
+        raise ValueError(f"--data {files[0]}: token files have another tokenizer than {name}; give raw text")
 
 
 def _rows(results: Mapping[str, Metrics]) -> list[list[str]]:
@@ -122,8 +150,8 @@ def _rows(results: Mapping[str, Metrics]) -> list[list[str]]:
     ]
 
 
-def _text(loaded: LoadedModel, name: str, folder: Path, text_key: str) -> TokenText:
-    if _is_token_file(name):
+def _text(loaded: TextModel, name: str, folder: Path, text_key: str) -> TokenText:
+    if isinstance(loaded, LoadedModel) and _is_token_file(name):
         return token_file_text(Path(name), loaded.tokenizer, name=name)
     return raw_text(name, loaded.tokenizer, folder, text_key=text_key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -21,10 +22,12 @@ from tests.cli.conftest import ROOT, environment
 from tests.parity.launch import free_port
 from tools import convert_hf
 from tools.evaluation.open_model import checkpoint_hash, locate_model, open_model
-from tools.evaluation.report import latex, suite_table
+from tools.evaluation.options import evaluation_parser
+from tools.evaluation.report import latex
 from tools.evaluation.request import EvaluationRequest
 from tools.evaluation.results_file import read_results
 from tools.evaluation.suites import read_suite, task_suite
+from tools.evaluation.tables import suite_table
 from tools.loading.model import load_model
 from tools.reporting.tables import plain_table
 
@@ -61,8 +64,8 @@ def test_results_have_the_harness_format(evaluated, trained_run):
     assert section["tokens_read"] < section["tokens_asked"]
     assert section["chance"]["hellaswag"] == 0.25
     assert len(section["documents"]["multirc"]["exact_match"]["ids"]) == 3
-    samples = [json.loads(line) for line in (evaluated[0].parent / "samples_copa.jsonl").read_text().splitlines()]
-    assert len(samples) == 8
+    (samples,) = evaluated[0].parent.glob("samples_copa_*.jsonl")
+    assert len(samples.read_text().splitlines()) == 8
     assert not (evaluated[0].parent / "answers").exists()
 
 
@@ -114,15 +117,14 @@ def test_excluded_task_has_an_empty_cell_and_no_average(trained_run, eval_data, 
     assert row.split()[-1] == "-"
 
 
-def test_scores_of_named_filters_are_added_to_the_run(tmp_path):
+def test_scores_of_named_filters_are_added_to_the_run(trained_run, tmp_path):
     from tools.evaluation.command import _add_to_run
 
     filtered = {"alias": "gsm8k", "exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": "N/A"}
-    results = {"results": {"gsm8k": {**filtered, "exact_match,flexible-extract": 0.5}}}
-    summary = tmp_path / "results.json"
-    summary.write_text(json.dumps({"checkpoint": str(tmp_path.resolve())}))
-    _add_to_run(tmp_path, tmp_path, results, Namespace(suites=[task_suite(["gsm8k"])]))
-    assert json.loads(summary.read_text())["results"]["tasks"] == {
+    results = {"results": {"gsm8k": {**filtered, "exact_match,flexible-extract": 0.5}}, "metalion": {}}
+    loaded = dataclasses.replace(load_model(trained_run, device="cpu"), run=tmp_path)
+    _add_to_run(loaded, results, Namespace(suites=[task_suite(["gsm8k"])]))
+    assert json.loads((tmp_path / "results.json").read_text())["results"]["tasks"] == {
         "gsm8k": {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
     }
 
@@ -192,11 +194,11 @@ def test_huggingface_model_is_in_the_same_table(kind, bpe, eval_data, evaluated,
     assert command.main([*arguments, "--data-dir", str(eval_data), "--out", str(out)]) == 0
     assert command.main(["table", str(evaluated[0]), str(out), "--out", str(tmp_path / "both.md")]) == 0
     said = capsys.readouterr().out
-    assert re.search(rf"^tiny, step 30 .*\n{kind} .*\nMetaLA 360M", said, flags=re.M)
+    assert re.search(rf"^tiny, step 30 .*\n± .*\n{kind} .*\n± .*\nMetaLA 360M", said, flags=re.M)
     assert (tmp_path / "both.png").is_file()
     assert len(read_results(out)["metalion"]["model"]["sha256"]) == 64
     assert command.main(["compare", str(evaluated[0]), str(out)]) == 0
-    assert re.search(r"copa +acc +8 ", capsys.readouterr().out)
+    assert re.search(r"copa +acc ↑ +8 ", capsys.readouterr().out)
 
 
 def test_code_of_a_model_runs_only_with_the_flag(trained_run, eval_data, tmp_path, capsys):
@@ -253,7 +255,7 @@ def test_cache_depends_on_weights_number_format_and_length(trained_run, tmp_path
         [trained_run, "--max-length", "16", "--name", "short"],
     ):
         words = [str(model), "--tasks", "copa", "--device", "cpu", "--out", str(tmp_path / "results.json"), *more]
-        request = EvaluationRequest.from_options(command._parser().parse_args(words))
+        request = EvaluationRequest.from_options(evaluation_parser().parse_args(words))
         opened = open_model(request, locate_model(request), "suites")
         keys.append(opened.lm.cache.key("generate", "def "))
         opened.finish()

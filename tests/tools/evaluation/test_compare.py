@@ -107,7 +107,23 @@ def test_holm_corrects_for_the_number_of_comparisons():
     assert found[1].adjusted == 1.0
     header, rows = comparison_rows(found)
     assert rows[0][header.index("difference")] == "+50.00"
-    assert [row[-1] for row in rows] == ["significant", "", "", ""]
+    assert [row[-1] for row in rows] == ["unknown direction, significant", "", "", ""]
+
+
+def test_better_model_follows_the_direction_of_the_metric():
+    worse, better = [1.0] * 4 + [2.0] * 8, [0.0] * 12
+    metrics = {metric: entry(worse) for metric in ("acc", "brier_score", "perplexity", "other")}
+    first = results({"t": metrics})
+    first["higher_is_better"] = {"t": {"acc": True, "brier_score": False}}
+    second = results({"t": dict.fromkeys(metrics, entry(better))})
+    found = {d.metric: (d.higher_is_better, d.better) for d in compare(first, second)}
+    assert found["acc"] == (True, "first")
+    assert found["brier_score"] == (False, "second")
+    assert found["perplexity"] == (False, "first")  # the documents hold log-likelihoods
+    assert found["other"] == (None, "")
+    _, rows = comparison_rows(compare(first, second))
+    assert [row[1] for row in rows] == ["acc ↑", "brier_score ↓", "perplexity ↓", "other"]
+    assert rows[0][-1] == "first, significant"
 
 
 def test_adjusted_p_values_are_monotone():

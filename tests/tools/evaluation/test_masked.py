@@ -15,9 +15,9 @@ from models.language_model import LanguageModel
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.harness import evaluate, prepare_tasks
 from tools.evaluation.pseudo_likelihood import PseudoScorer
-from tools.evaluation.report import suite_table
 from tools.evaluation.request import TaskRequest
 from tools.evaluation.suites import read_suite
+from tools.evaluation.tables import suite_table
 
 ENCODERS: list[dict[str, Any]] = [
     {"mixers": ("lion",), "mixer_options": {"lion": {"variant": "s", "causal": False}}},

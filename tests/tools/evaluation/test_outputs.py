@@ -15,7 +15,7 @@ import eval as command
 from megatron_lite.checkpoint.reader import resolve
 from tools.evaluation.harness import Prepared, shots_of
 from tools.evaluation.request import TaskRequest
-from tools.evaluation.results_file import check_output, difference, suite_settings, with_tasks, write_samples
+from tools.evaluation.results_file import check_output, difference, suite_settings, with_tasks, write_harness_files
 from tools.evaluation.tasks import TaskSet
 
 MODEL = "tools.loading.model.read_weights"
@@ -32,14 +32,19 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_samples_with_a_score_of_nan_are_json(tmp_path: Path) -> None:
-    row = {"doc": {"text": "é"}, "resps": [[np.float32("nan"), False]], "acc": np.int64(1)}
-    write_samples(tmp_path, {"copa": [row, {"acc": -math.inf}]})
-    text = (tmp_path / "samples_copa.jsonl").read_text(encoding="utf-8")
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
-    assert lines[0]["doc"] == {"text": "é"}
-    assert lines[0]["acc"] == 1
-    assert lines[1] == {"acc": None}
-    assert "é" in text
+    row = {"doc": {"text": "é"}, "arguments": [("a", "b")], "target": 1}
+    row |= {
+        "resps": [[(np.float32("nan"), False)]],
+        "filtered_resps": [(-1.0, False)],
+        "acc": np.int64(1),
+        "f1": -math.inf,
+    }
+    _, path = write_harness_files(tmp_path, {"results": {}, "metalion": {}}, {"copa": [row]})
+    (line,) = path.read_text(encoding="utf-8").splitlines()
+    sample = json.loads(line, parse_constant=pytest.fail)
+    assert (sample["doc"], sample["acc"], sample["f1"], sample["target"]) == ({"text": "é"}, 1, None, "1")
+    assert sample["arguments"] == {"gen_args_0": {"arg_0": "a", "arg_1": "b"}}
+    assert "é" in line
 
 
 KINDS = {

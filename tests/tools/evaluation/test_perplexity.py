@@ -93,6 +93,45 @@ def test_batch_size_changes_nothing_and_length_is_the_context(loaded: LoadedMode
     assert short["tokens"] == one["tokens"]
 
 
+@pytest.mark.parametrize(("length", "stride"), [(8, 3), (8, 8), (16, 1), (5000, 7)])
+def test_stride_scores_every_token_once_with_more_context(loaded: LoadedModel, length: int, stride: int) -> None:
+    text = validation_text(loaded)
+    stream = [token for document in documents_of(text.prefix) for token in document][:60]
+    with IndexedWriter(text.prefix.with_name(f"short_{length}_{stride}"), np.dtype("<u2")) as writer:
+        writer.add_document(np.array(stream))
+    short = replace(text, prefix=text.prefix.with_name(f"short_{length}_{stride}"))
+    result = perplexity(loaded, short, sequence_length=length, stride=stride, progress=False)
+    tokens, nll, scored = [loaded.tokenizer.end_of_document_id, *stream], 0.0, 0
+    for begin in range(0, len(stream), stride):
+        end = min(begin + length, len(stream))
+        with torch.no_grad():
+            scores = loaded.model(torch.tensor([tokens[begin:end]]))[0].double().log_softmax(-1)
+        nll -= sum(scores[i - begin, tokens[i + 1]].item() for i in range(scored, end))
+        scored = end
+        if end == len(stream):
+            break
+    assert result["tokens"] == len(stream)
+    assert result["stride"] == stride
+    assert result["loss"] == pytest.approx(nll / len(stream), rel=1e-5)
+
+
+def test_huggingface_folder_has_the_loss_of_its_run(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    from tools.conversion.export_hf import export
+
+    export(trained_run, tmp_path / "export")
+    (tmp_path / "note.txt").write_text("def alpha(beta, gamma):\n    größe = alpha + 3\n" * 9, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", "note.txt", "--device", "cpu", "--sequence-length", "24", "--stride", "10"]
+    assert evaluation.main([str(trained_run), *words, "--out", "run.json"]) == 0
+    assert evaluation.main(["export", *words, "--trust-remote-code"]) == 0
+    assert "runs/evaluation/export/perplexity.json" in capsys.readouterr().out
+    files = (Path("run.json"), Path("runs/evaluation/export/perplexity.json"))
+    run, export_ = (json.loads(file.read_text())["results"]["perplexity"]["note.txt"] for file in files)
+    assert export_["loss"] == pytest.approx(run["loss"], abs=1e-5)
+    for key in ("tokens", "bytes", "documents", "sequence_length", "stride"):
+        assert export_[key] == run[key]
+
+
 def test_raw_files(loaded: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("def größe(値, total):\n    return 値\n", encoding="utf-8")
     text = raw_text(str(tmp_path / "a.txt"), loaded.tokenizer, tmp_path)
@@ -185,8 +224,10 @@ def test_results_file_is_in_the_run_folder(trained_run: Path, tmp_path: Path) ->
         (["{run}", "--data", "{tmp}/empty.txt"], "holds no text"),
         (["{run}", "--data", "{tmp}/rows.jsonl", "--text-key", "content"], "no key 'content'"),
         (["{run}", "--data", "{tmp}/half"], "half.idx does not exist"),
-        (["{tmp}/hub"], "hub: perplexity is of a run or a checkpoint"),
-        (["EleutherAI/pythia-14m", "--data", "{tmp}/empty.txt"], "pythia-14m: perplexity is of a run or a checkpoint"),
+        (["{tmp}/hub"], "hub is a Hugging Face model and has no validation set: name a text with --data"),
+        (["{tmp}/hub", "--data", "{tmp}/half"], "half: token files have another tokenizer than"),
+        (["{tmp}/hub", "--data", "{tmp}/empty.txt", "--by-position"], "hub: --by-position needs a run"),
+        (["{run}", "--stride", "33"], "--stride 33: allowed are 1 to 32, the tokens per piece"),
     ],
 )
 def test_bad_input(

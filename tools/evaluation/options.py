@@ -1,0 +1,202 @@
+"""Define the command line of `python eval.py MODEL ...`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lm_eval._cli.utils import MergeDictAction, _int_or_none_list_arg_type
+
+from tools.cli.arguments import command_line, from_zero, numbers, positive, words
+from tools.evaluation.request import SEEDS
+
+
+def evaluation_parser() -> argparse.ArgumentParser:
+    """Return the parser of `python eval.py MODEL ...`. Options of the harness keep its names, with - or _."""
+    parser = command_line(
+        "python eval.py",
+        "Evaluate a model: zero-shot suites through the lm-evaluation-harness, perplexity on any text.",
+        EPILOG,
+    )
+    parser.add_argument(
+        "checkpoint",
+        help="folder of a run, or one of its checkpoints/step_*; or a Hugging Face folder or name",
+    )
+    suites = parser.add_argument_group("suites")
+    suites.add_argument(
+        "--suite",
+        type=words,
+        default=[],
+        metavar="A,B",
+        help="superglue, commonsense, needle, or a YAML file; mqar, mad, listops (no checkpoint: --suite mqar --help)",
+    )
+    suites.add_argument(
+        "--tasks", type=words, default=[], metavar="A,B", help="tasks, groups and tags of the harness (mmlu, ai2_arc)"
+    )
+    suites.add_argument(*_both("--include-path"), type=Path, metavar="FOLDER", help="folder with your own task YAMLs")
+    suites.add_argument(
+        "--limit",
+        type=_limit,
+        metavar="N",
+        help="evaluate the first N documents per task, or a share below 1; for tests only, marked in every output",
+    )
+    suites.add_argument("--without", type=words, default=[], metavar="A,B", help="tasks of the suites to leave out")
+    suites.add_argument(
+        "--data-dir",
+        type=Path,
+        help="folder of the tasks' data (super_glue/boolq/validation.jsonl.gz ...); default: the hub",
+    )
+    suites.add_argument("--hub", action="store_true", help="take data that the folder lacks from the hub")
+    suites.add_argument(
+        "--split",
+        choices=["validation", "test"],
+        help="evaluate this split where the data have it (marked in the table)",
+    )
+    suites.add_argument(
+        "--shots",
+        *_both("--num-fewshot"),
+        type=from_zero,
+        metavar="N",
+        help="examples in the prompt (default: the task's number)",
+    )
+    suites.add_argument(
+        *_both("--apply-chat-template"),
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="NAME",
+        help="use the chat template",
+    )
+    suites.add_argument(*_both("--system-instruction"), metavar="TEXT", help="system message in front of every prompt")
+    suites.add_argument(
+        *_both("--fewshot-as-multiturn"),
+        nargs="?",
+        type=_truth,
+        const=True,
+        metavar="BOOL",
+        help="examples as turns of the conversation (default: with --apply-chat-template)",
+    )
+    suites.add_argument(
+        *_both("--gen-kwargs"),
+        nargs="+",
+        action=MergeDictAction,
+        metavar="KEY=VALUE",
+        help="generation arguments, which replace those of the tasks (temperature=0.8 do_sample=True)",
+    )
+    suites.add_argument(
+        "--max-length", type=positive, help="tokens that the model reads at once (default: as in training)"
+    )
+    suites.add_argument(
+        "--samples",
+        *_both("--log-samples"),
+        dest="save_samples",
+        action="store_true",
+        help="also write every document with its answers",
+    )
+    suites.add_argument("--name", help="name of the model in tables")
+    suites.add_argument(
+        *_both("--trust-remote-code"), action="store_true", help="run the Python code in a Hugging Face folder"
+    )
+    suites.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    needle = parser.add_argument_group("needle in a haystack (--suite needle)")
+    needle.add_argument(
+        "--lengths", type=numbers, metavar="N,N", help="tokens of a text (default 2048,4096,8192,16384)"
+    )
+    needle.add_argument("--depths", type=numbers, metavar="P,P", help="percent (default 0,10,...,100)")
+    needle.add_argument("--needles", type=positive, default=5, metavar="N", help="facts per cell (default 5)")
+    needle.add_argument("--filler", type=Path, metavar="FILE", help="a text; default: the run's validation text")
+    texts = parser.add_argument_group("perplexity")
+    texts.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="raw text (.txt, .md, .py ..., .jsonl, .gz, .zst; files, folders, globs) or prefixes of token files;"
+        " default without a suite: the run's validation set",
+    )
+    texts.add_argument("--text-key", default="text", help="key of the text in JSON lines (default text)")
+    texts.add_argument(
+        "--sequence-length",
+        type=positive,
+        help="tokens per piece (default: as in training; of a Hugging Face model its length, at most 2048)",
+    )
+    texts.add_argument(
+        "--stride",
+        type=positive,
+        metavar="N",
+        help="tokens between two pieces, which then overlap: the shared tokens are context (default: no overlap)",
+    )
+    texts.add_argument("--batch-size", type=positive, default=8, help="pieces per batch (default 8)")
+    texts.add_argument(
+        "--by-position", action="store_true", help="loss by position up to 4 x the trained length, with a plot"
+    )
+    parser.add_argument(
+        "--seed",
+        type=_seeds,
+        metavar="N[,N,N,N]",
+        help="seeds of random, NumPy, torch and the examples in the prompt (default 0,1234,1234,1234); the first is also"
+        " the needles' seed",
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
+    parser.add_argument("--dtype", default="auto", help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="results file, with tables and chart beside it (default: results.json in the run's folder; of suites:"
+        " evaluation/STEP/results.json there, of a Hugging Face model in runs/evaluation/NAME)",
+    )
+    return parser
+
+
+def _both(option: str) -> tuple[str, str]:
+    """Return an option with dashes, and with the underscores of the harness."""
+    return option, "--" + option[2:].replace("-", "_")
+
+
+def _limit(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0 or (value > 1 and value != int(value)):
+        raise argparse.ArgumentTypeError(f"{text}: a whole number of documents, or a share between 0 and 1")
+    return value if value < 1 else int(value)
+
+
+def _seeds(text: str) -> tuple[int | None, ...]:
+    try:
+        return tuple(_int_or_none_list_arg_type(3, 4, ",".join(map(str, SEEDS)), text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: one integer, or four (or None) separated by commas") from error
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text}: true or false")
+    return text.lower() in ("true", "1", "yes")
+
+
+EPILOG = """examples:
+  python eval.py runs/default                              perplexity of the run's validation set
+  python eval.py runs/default --suite superglue,commonsense --data-dir DATA
+                                                           tables with the paper's rows
+  python eval.py EleutherAI/pythia-410m --suite commonsense    any Hugging Face model, in the same table
+  python eval.py runs/default --suite needle               a fact in a long text, by length and depth, as a heat map
+  python eval.py runs/default --tasks piqa,ai2_arc,mmlu    tasks, tags and groups of the harness
+  python eval.py runs/default --tasks my_task --include-path my_tasks --limit 10    your own task, ten documents
+  python eval.py CHAT_MODEL --tasks gsm8k --apply-chat-template --system-instruction "Be brief." --gen-kwargs temperature=0
+  torchrun --nproc-per-node 8 eval.py runs/big --suite superglue   eight GPUs share the requests
+  python eval.py table a/results.json b/results.json       several models in one table
+  python eval.py compare a/results.json b/results.json     differences, paired by document, with their significance
+  python eval.py runs/default --data README.md 'docs/*.md' any text files, each argument a row
+  python eval.py runs/default --data pile/test.jsonl.zst --text-key text
+  python eval.py runs/default --data pile/test_text_document    token files, without extension
+  python eval.py EleutherAI/pythia-410m --data README.md --stride 512    a Hugging Face model, with overlapping pieces
+  python eval.py runs/default --by-position                loss by position, also beyond the trained length
+  python eval.py --suite mqar                              train small models on generated tasks
+
+An interrupted evaluation resumes with the same command.
+Bits per byte = nats / ln 2 / bytes of UTF-8: it compares models with different tokenizers, and with
+compressors (gzip -9 reaches about 1.6 on Python source code). Every token counts once, also the ends of documents.
+The scores are added to results.json in the run's folder; `python -m tools.plot RUN --html` shows them.
+docs/guide/evaluation.md has the details."""
