@@ -37,7 +37,7 @@ CASES = [
     ("eval", "EXPORT --suite needle", MODEL, "name the filler with --filler FILE"),
     ("eval", "MASKED --suite needle", MODEL, "is a masked model: it reads both directions"),
     ("eval", "RUN --suite superglue --data NONE", SUITES, "nothing does not exist"),
-    ("eval", "EXPORT --suite superglue --data FILE", SUITES, "export: perplexity is of a run or a checkpoint"),
+    ("eval", "EXPORT --suite superglue --data FILE --by-position", SUITES, "export: --by-position needs a run"),
     ("eval", "RUN --suite mqar", SYNTHETIC, "tiny: --suite mqar trains its own models and takes no checkpoint"),
     ("eval", "--suite=mad RUN widths=[64]", SYNTHETIC, "--suite mad trains its own models and takes no checkpoint"),
     ("eval", "RUN --data FILE NONE", WEIGHTS, "nothing does not exist"),

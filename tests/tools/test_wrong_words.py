@@ -258,7 +258,9 @@ def test_every_program_is_here():
         called = {
             node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
-        return "command_line" in called and any(isinstance(n, ast.FunctionDef) and n.name == "main" for n in tree.body)
+        return called & {"command_line", "evaluation_parser"} and any(
+            isinstance(n, ast.FunctionDef) and n.name == "main" for n in tree.body
+        )
 
     files = [
         path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *(ROOT / "tools").rglob("*.py")] if is_program(path)
