@@ -32,6 +32,7 @@ class Block(nn.Module):
         self.mlp = MLPS[config.mlp](config)
         self.parallel_residual = config.parallel_residual
         self._size = config.hidden_size
+        self._mlp_shifts = getattr(self.mlp, "shifts_tokens", False)
         self._last_with_values = layer_index >= config.value_residual_layers()[-1]
 
     def forward(
@@ -42,18 +43,19 @@ class Block(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output of x [batch, length, hidden_size], in the same shape, and with return_state the mixer's new state.
+        """Return the output of x [batch, length, hidden_size], in the same shape, and with return_state the new state.
 
-        mask: [batch, length] bool, True for real tokens. cu_seqlens: [segments + 1] int, with batch 1. state: the mixer's
-        state from an earlier call, or None.
+        mask: [batch, length] bool, True for real tokens. cu_seqlens: [segments + 1] int, with batch 1. state: that of the
+        mixer and the MLP from an earlier call, or None.
         Between the layers of a value residual x and the output have the channels of these values too.
         Raises ValueError under context parallelism for a mixer that does not support it, and for a state.
         """
-        x, mixed, *rest = self.mix(x, mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
+        parts = self.mix(x, mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
         if not return_state:
-            return self.finish(x, mixed, *rest)
-        mixed, new_state = mixed
-        return self.finish(x, mixed, *rest), new_state
+            return self.finish(*parts)
+        x, (mixed, new_state), *rest = parts
+        y, of_mlp = self._finish(x, mixed, *rest)
+        return y, new_state | of_mlp
 
     def mix(self, x: Tensor, **context: Any) -> tuple[Any, ...]:
         """Run norm and mixer, the first part of `forward`, with its arguments. Return the arguments of `finish`."""
@@ -67,16 +69,25 @@ class Block(nn.Module):
             mixed, values = self.mixer(normed, values=values, return_values=True, **context)
         else:
             mixed = self.mixer(normed, **context)
-        return (x, mixed) if values is None or self._last_with_values else (x, mixed, values)
+        return x, mixed, None if self._last_with_values else values, context if self._mlp_shifts else {}
 
-    def finish(self, x: Tensor, mixed: Tensor, values: Tensor | None = None) -> Tensor:
+    def finish(self, x: Tensor, mixed: Tensor, values: Tensor | None = None, context: Any = None) -> Tensor:
         """Run the rest of `forward`. x: the residual stream; mixed: the mixer's output, of the same shape."""
+        return self._finish(x, mixed, values, context)[0]
+
+    def _finish(
+        self, x: Tensor, mixed: Tensor, values: Tensor | None = None, context: Any = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the output and the MLP's new state."""
         if self.parallel_residual:
-            y = x + mixed + self.mlp(self.norm2(x))
+            normed, hidden = self.norm2(x), x + mixed
         else:
             normed, hidden = self.norm2(x, mixed, return_sum=True)
-            y = hidden + self.mlp(normed)
-        return y if values is None else torch.cat([y, values], -1)
+        wide, new_state = self.mlp(normed, **(context or {})), {}
+        if isinstance(wide, tuple):
+            wide, new_state = wide
+        y = hidden + wide
+        return y if values is None else torch.cat([y, values], -1), new_state
 
     def _check_context_parallel(self, with_state: bool) -> None:
         if not getattr(self.mixer, "supports_context_parallel", False):

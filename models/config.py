@@ -33,13 +33,13 @@ class ModelConfig:
     mixer_options: dict[str, dict[str, Any]] = field(
         default_factory=dict, metadata={"doc": "Mixer name -> options of that mixer."}
     )
-    mlp: Literal["swiglu", "gelu", "geglu", "reglu", "glu", "bilinear"] = option(
+    mlp: Literal["swiglu", "gelu", "geglu", "reglu", "glu", "bilinear", "rwkv7"] = option(
         "swiglu",
-        "MLP of every block. gelu has no gate. The others have a gate with the activation SiLU (swiglu), GELU "
-        "(geglu), ReLU (reglu), sigmoid (glu) or none (bilinear).",
+        "MLP of every block. gelu has no gate. rwkv7: squared ReLU behind a token shift, RWKV-7's channel mixing. The others "
+        "have a gate with the activation SiLU (swiglu), GELU (geglu), ReLU (reglu), sigmoid (glu) or none (bilinear).",
     )
     intermediate_size: int | None = option(
-        None, "Width of the MLP. null: 256 * ceil(8 d / 3 / 256) with a gate, 4 d for gelu."
+        None, "Width of the MLP. null: 256 * ceil(8 d / 3 / 256) with a gate, 4 d for gelu and rwkv7."
     )
     mlp_bias: bool = option(False, "Biases in the projections of the MLP.")
     norm: Literal["layernorm", "rmsnorm"] = option(
@@ -196,7 +196,7 @@ class ModelConfig:
         """Return the width of the MLP, `intermediate_size` or its default."""
         if self.intermediate_size is not None:
             return self.intermediate_size
-        if self.mlp != "gelu":
+        if self.mlp not in ("gelu", "rwkv7"):
             return 256 * -(-8 * self.hidden_size // (3 * 256))
         return 4 * self.hidden_size
 

@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         "--format",
         default="metalion",
         choices=("metalion", "fla"),
-        help="the project's own with its source, or flash-linear-attention's for delta_net, gated_delta_net and kda (metalion)",
+        help="the project's own with its source, or flash-linear-attention's for the mixers of the delta rule (metalion)",
     )
     export.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="type of the weights (fp32)")
     export.add_argument(

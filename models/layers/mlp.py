@@ -1,15 +1,16 @@
-"""The channel mixers: gated linear units (SwiGLU and its relatives), and GELU."""
+"""The channel mixers: gated linear units (SwiGLU and its relatives), GELU, and RWKV-7's with a token shift."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import cpu_kernel, is_supported
+from ..operators.varlen import token_shift
 from ..options import ModelShape
 from ..recompute import recomputable
 from .projections import FusedProjections, apply_each, linear
@@ -125,11 +126,49 @@ class GELU(nn.Module):
         return self._flops
 
 
-MLPS: dict[str, type[SwiGLU] | type[GELU]] = {
+class ChannelMixing(nn.Module):
+    """Compute down(relu(up(x_t + mu (x_{t-1} - x_t)))^2), the channel mixing of RWKV-7 (arXiv 2503.14456)."""
+
+    # The block gives it the mask, the segments and the state.
+    shifts_tokens: ClassVar[bool] = True
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"mix": "partial_grad", "up_proj": "column", "down_proj": "row"}
+    parameter_kinds: ClassVar[dict[str, str]] = {"mix": "norm"}
+
+    def __init__(self, config: ModelShape) -> None:
+        super().__init__()
+        size, width, bias = config.hidden_size, config.mlp_width, config.mlp_bias
+        self.mix = nn.Parameter(1 - torch.arange(size) / size)
+        self.up_proj = linear(config, size, width, bias=bias)
+        self.down_proj = linear(config, width, size, bias=bias, output=True)
+        self._flops = 4 * size * width
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """Return the output of x [batch, length, hidden_size], in the same shape, and with return_state the new state.
+
+        The state is "mlp_shift" [batch, hidden_size], the last input; with cu_seqlens one row per segment.
+        """
+        shifted, last = token_shift(x, mask, cu_seqlens, (state or {}).get("mlp_shift"))
+        y = self.down_proj(F.relu(self.up_proj(x + (shifted - x) * self.mix.to(x.dtype))).square())
+        return (y, {"mlp_shift": last}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Return forward FLOPs per token, two per multiply-add."""
+        return self._flops
+
+
+MLPS: dict[str, Any] = {
     "swiglu": SwiGLU,
     "gelu": GELU,
     "geglu": GEGLU,
     "reglu": ReGLU,
     "glu": GLU,
     "bilinear": Bilinear,
+    "rwkv7": ChannelMixing,
 }

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.projections import linear
-from ..layers.token_shift import token_shift
 from ..operators.context_parallel import (
     ContextParallelGroup,
     ShardSegments,
@@ -22,7 +21,7 @@ from ..operators.context_parallel import (
 )
 from ..operators.cumulative_decay import running_sum
 from ..operators.scan.linear_scan import local_scan
-from ..operators.varlen import last, previous, segment_starts
+from ..operators.varlen import last, previous, segment_starts, token_shift
 from ..options import ModelShape
 from ..precision import to_accumulation_dtype
 

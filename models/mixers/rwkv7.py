@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ..layers.delta_rule_mixer import split_heads, unit_length
 from ..layers.projections import linear
-from ..layers.token_shift import token_shift
 from ..operators.delta_rule.delta_rule import delta_rule
-from ..operators.varlen import without_padding
+from ..operators.varlen import token_shift, without_padding
 from ..options import ModelShape, option, require_at_least
 from ..precision import to_accumulation_dtype
 

@@ -235,8 +235,11 @@ def cases(processes: int) -> list[LayoutCase]:
         if name in layouts
     ]
     if processes == 2:
-        selected += [LayoutCase("rwkv7", name, EVERY[2][name]) for name in ("pipeline2", "tensor2_overlap")]
-        rest = [mixer for mixer in MIXERS if mixer not in (*MODELS, *MODELS["delta_rule"]["mixers"], "lion")]
+        selected += [
+            LayoutCase("rwkv7", name, layouts[name], {"mlp": "rwkv7"})
+            for name in ("pipeline2", "tensor2_overlap", "tensor2_sequence", "context2")
+        ]
+        rest = [mixer for mixer in MIXERS if mixer not in (*MODELS, *MODELS["delta_rule"]["mixers"], "lion", "rwkv7")]
         selected += [LayoutCase(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], SHORT) for mixer in rest]
         # Sequence parallelism sums the gradients of all replicated parameters. Without it, the sharding spec decides.
         whole = [m for m in rest if any("replicated" in word for word in MIXERS[m].tensor_parallel_plan.values())]

@@ -32,6 +32,28 @@ def test_gated_mlp_equals_its_equation(name: str) -> None:
     torch.testing.assert_close(mlp(x), expected, rtol=1e-10, atol=1e-12)
 
 
+def test_channel_mixing_equals_its_equation_and_decodes() -> None:
+    shape = {"vocab_size": 8, "num_layers": 2, "hidden_size": 32, "num_heads": 2}
+    config = ModelConfig(**shape, mixers=("kda", "attention"), mlp="rwkv7")
+    assert config.mlp_width == 128
+    mlp = MLPS["rwkv7"](config).double()
+    x = torch.randn(2, 5, 32, dtype=torch.double)
+    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+    hidden = (x + mlp.mix * (before - x)) @ mlp.up_proj.weight.T
+    torch.testing.assert_close(mlp(x), hidden.clamp(min=0) ** 2 @ mlp.down_proj.weight.T, rtol=1e-10, atol=1e-12)
+
+    model = LanguageModel(config, seed=1).double()
+    ids = torch.randint(0, 8, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(9) >= torch.tensor([[0], [3]])
+    full = model(ids, mask=mask)
+    logits, state = model(ids[:, :6], mask=mask[:, :6], return_state=True)
+    rest, _ = model(ids[:, 6:], state=state, return_state=True)
+    torch.testing.assert_close(torch.cat([logits, rest], 1)[mask], full[mask], rtol=1e-5, atol=1e-6)
+    packed = model(ids[:, mask[1]][1:], cu_seqlens=torch.tensor([0, 4, 6]))
+    alone = model(ids[1:, 3:7])
+    torch.testing.assert_close(packed[:, :4], alone, rtol=1e-5, atol=1e-6)
+
+
 def test_embedding_scale_does_not_scale_positions_or_tied_head() -> None:
     shape = {"vocab_size": 11, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
     config = ModelConfig(**shape, positions="learned", max_positions=6, embedding_scale=8**0.5)

@@ -17,20 +17,24 @@ from tools.convert_hf import main
 SIZES = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "model.tie_embeddings=false"]
 
 
-@pytest.mark.parametrize("mixer", ["delta_net", "gated_delta_net", "kda"])
+@pytest.mark.parametrize("mixer", ["delta_net", "gated_delta_net", "kda", "rwkv7"])
 def test_exports_come_back_bit_for_bit(mixer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [f"model.mixer_options.{mixer}.conv_kernel=3"]
-    if mixer != "delta_net":
+    options = ["model.mlp=rwkv7"] if mixer == "rwkv7" else [f"model.mixer_options.{mixer}.conv_kernel=3"]
+    if mixer in ("gated_delta_net", "kda"):
         options += [f"model.mixer_options.{mixer}.{key}" for key in ("num_value_heads=8", "head_dim=8", "expand_v=1.5")]
     write_run(tmp_path / "run", SIZES + options, [f"configs/model/{mixer}_tiny.yml"])
     folder = tmp_path / "exported"
     assert main(["export", str(tmp_path / "run"), str(folder), "--format", "fla"]) == 0
     assert "largest difference to the trainer's 0.00e+00" in capsys.readouterr().out
     assert not list(folder.glob("*.py"))
-    assert load_file(folder / "model.safetensors")["model.layers.0.attn.q_conv1d.weight"].shape[1:] == (1, 3)
+    shapes = {name: list(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    name, shape = ("x_r", [1, 1, 64])
+    if mixer != "rwkv7":
+        name, shape = "k_conv1d.weight", [shapes["model.layers.0.attn.k_proj.weight"][0], 1, 3]
+    assert shapes[f"model.layers.0.attn.{name}"] == shape
     settings = json.loads((folder / "config.json").read_text())
     kind = "gated_deltanet" if mixer == "gated_delta_net" else mixer
-    assert (settings["model_type"], settings["conv_size"]) == (kind, 3)
+    assert (settings["model_type"], settings.get("conv_size", 3)) == (kind, 3)
     assert main(["import", str(folder), str(tmp_path / "again")]) == 0
     before, after = read_weights(tmp_path / "run"), read_weights(tmp_path / "again")
     assert before.keys() == after.keys()

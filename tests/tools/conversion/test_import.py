@@ -111,7 +111,7 @@ def test_imported_transformers_models_keep_their_logits(
     assert difference(capsys.readouterr().out) <= 2e-5
 
 
-@pytest.mark.parametrize("name", ["gla", "retnet", "hgrn2", "delta_net", "gated_deltanet", "kda"])
+@pytest.mark.parametrize("name", ["gla", "retnet", "hgrn2", "delta_net", "gated_deltanet", "kda", "rwkv7"])
 def test_imported_fla_models_keep_their_logits(name: str, tmp_path: Path) -> None:
     """Compare with logits of flash-linear-attention's kernels (golden/make_fla.py)."""
     folder = Path(__file__).parent / "golden" / name
@@ -122,7 +122,7 @@ def test_imported_fla_models_keep_their_logits(name: str, tmp_path: Path) -> Non
     # One wrong tensor changes the logits.
     weights = load_file(folder / "model.safetensors")
     shutil.copytree(folder, tmp_path / "broken")
-    weights["model.layers.1.attn.q_proj.weight"][0] *= 1.1
+    weights["model.layers.1.attn.o_proj.weight"][0] *= 1.1
     save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
     assert main(["import", str(tmp_path / "broken"), str(tmp_path / "run2")]) == 0
     assert (load_language_model(tmp_path / "run2")(reference["ids"]) - reference["logits"]).abs().max() > 1e-4
@@ -310,6 +310,8 @@ METALA_SHAPE = {
         ("gated_deltanet", {**FLA_SHAPE, "num_v_heads": 6}, "num_value_heads = 6 is not a multiple of"),
         ("gated_deltanet", {**FLA_SHAPE, "use_gate": False}, "use_gate = False has no counterpart"),
         ("delta_net", {**FLA_SHAPE, "qk_norm": "sum"}, "qk_norm = 'sum' has no counterpart"),
+        ("rwkv7", {**FLA_SHAPE, "value_dim": 128}, "value_dim = 128 has no counterpart"),
+        ("rwkv7", {**FLA_SHAPE, "tie_word_embeddings": True}, "untie the matrices"),
         (
             "metala",
             {**METALA_SHAPE, "glu_act": "swish"},

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.layers.delta_rule_mixer import DeltaRuleSizes, delta_rule_sizes
+from models.layers.delta_rule_mixer import DeltaRuleOptions, DeltaRuleSizes, delta_rule_sizes
 from tools.conversion.foreign.fla import linears, model_of, norm_eps, surrounding_sources, tied
 from tools.conversion.foreign.mapping import Foreign, Source, only
 
@@ -20,6 +22,7 @@ _MIXERS = {
     "delta_net": ("delta_net", "DeltaNetForCausalLM"),
     "gated_deltanet": ("gated_delta_net", "GatedDeltaNetForCausalLM"),
     "kda": ("kda", "KDAForCausalLM"),
+    "rwkv7": ("rwkv7", "RWKV7ForCausalLM"),
 }
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("swish", "silu"),
@@ -38,6 +41,7 @@ _ALLOWED_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "gated_deltanet": {"use_gate": (True,), "output_gate_activation": ("swish", "silu")},
     "kda": {"safe_gate": (False,), "lower_bound": (None,)},
+    "rwkv7": {"hidden_act": ("sqrelu",), "norm_bias": (True,), "fuse_norm": (True,)},
 }
 # Settings of their models that have a counterpart or change no logit.
 _READ = {
@@ -45,7 +49,15 @@ _READ = {
     *("conv_size", "allow_neg_eigval", "hidden_ratio", "intermediate_size", "norm_eps", "tie_word_embeddings"),
     *("attn_mode", "max_position_embeddings", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"),
     *("fuse_linear_cross_entropy", "use_l2warp", "initializer_range", "use_cache"),
+    *("decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "norm_first", "value_dim"),
 }
+# Rank here, its key there, and its default there.
+_RANKS = (
+    ("decay_low_rank", "decay_low_rank_dim", 64),
+    ("rate_low_rank", "a_low_rank_dim", 64),
+    ("value_low_rank", "v_low_rank_dim", 16),
+    ("gate_low_rank", "gate_low_rank_dim", 128),
+)
 _SOURCES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "b_proj": "b_proj", "out_proj": "o_proj"}
 _SOURCES_OF = {
     "delta_net": {},
@@ -54,18 +66,23 @@ _SOURCES_OF = {
 }
 
 
-def delta_rule(config: Mapping[str, Any]) -> Foreign:
-    """Describe a model of the delta rule (Yang et al. 2024, arXiv 2406.06484, 2412.06464; Kimi Linear, 2510.26692).
-
-    Raises ValueError for a setting without a counterpart, and for one that version 0.6 does not have.
-    """
-    kind = str(config["model_type"])
+def check_settings(config: Mapping[str, Any], kind: str) -> None:
+    """Raise ValueError for a setting without a counterpart, and for one that version 0.6 does not have."""
     only(config, _ALLOWED | _ALLOWED_OF[kind])
     if unknown := sorted(set(config) - _READ - {*_ALLOWED, *_ALLOWED_OF[kind]} - _of_transformers()):
         raise ValueError(
             f"{unknown[0]} = {config[unknown[0]]!r} is no setting of a {kind} of flash-linear-attention 0.6, the version that "
             f"can be imported; save the model with that version, or remove the key if it changes nothing"
         )
+
+
+def delta_rule(config: Mapping[str, Any]) -> Foreign:
+    """Yang et al. 2024 (arXiv 2406.06484, 2412.06464) and Kimi Linear (2510.26692).
+
+    Raises ValueError as `check_settings`.
+    """
+    kind = str(config["model_type"])
+    check_settings(config, kind)
     mixer, size, heads = _MIXERS[kind][0], config["hidden_size"], config["num_heads"]
     # Only the mixer has their number of heads, which need not divide the width.
     model_heads = math.gcd(size, heads)
@@ -103,6 +120,70 @@ def delta_rule(config: Mapping[str, Any]) -> Foreign:
     return Foreign(model, sources, tied(model))
 
 
+def rwkv7(config: Mapping[str, Any]) -> Foreign:
+    """Peng et al. 2025 (arXiv 2503.14456). The norm behind their embedding is computed into its rows.
+
+    Raises ValueError as `check_settings`.
+    """
+    check_settings(config, "rwkv7")
+    size, eps = config["hidden_size"], float(config.get("norm_eps", 1e-5))
+    head_dim = config.get("head_dim") or size // config["num_heads"]
+    layers = config["num_hidden_layers"]
+    only(config, {"value_dim": (None, size, [size] * layers)})
+    first_norm, tie = config.get("norm_first", True), bool(config.get("tie_word_embeddings", False))
+    if first_norm and tie:
+        raise ValueError(
+            "norm_first = True with tie_word_embeddings = True has no counterpart here: untie the matrices"
+        )
+    width = config.get("intermediate_size") or 32 * -(-int(size * (config.get("hidden_ratio") or 4)) // 32)
+    model = ModelConfig(
+        vocab_size=config["vocab_size"],
+        num_layers=layers,
+        hidden_size=size,
+        num_heads=size // head_dim,
+        mixers=("rwkv7",),
+        mixer_options={"rwkv7": {ours: config.get(theirs, rank) for ours, theirs, rank in _RANKS} | {"norm_eps": eps}},
+        mlp="rwkv7",
+        intermediate_size=width,
+        norm="layernorm",
+        norm_eps=eps,
+        tie_embeddings=tie,
+    )
+    sources: dict[str, Source | None] = {"embedding.weight": Source(("model.embeddings.weight",))}
+    if first_norm:
+        norm = ("model.layers.0.pre_norm.weight", "model.layers.0.pre_norm.bias")
+        sources["embedding.weight"] = Source(("model.embeddings.weight", *norm), partial(_normed, eps=eps))
+    if not tie:
+        sources["head.weight"] = Source(("lm_head.weight",))
+    norms = {"head.norm": "model.norm"}
+    for i in range(layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        norms |= {f"{ours}.norm1": f"{theirs}.attn_norm", f"{ours}.norm2": f"{theirs}.ffn_norm"}
+        sources |= _rwkv7_layer(f"{ours}.mixer", f"{theirs}.attn", head_dim, first=i == 0)
+        sources[f"{ours}.mlp.mix"] = Source((f"{theirs}.ffn.x_k",))
+        sources |= linears(f"{ours}.mlp", f"{theirs}.ffn", {"up_proj": "key", "down_proj": "value"})
+    for ours, theirs in norms.items():
+        sources |= {f"{ours}.{part}": Source((f"{theirs}.{part}",)) for part in ("weight", "bias")}
+    return Foreign(model, sources, tied(model))
+
+
+def _rwkv7_layer(ours: str, theirs: str, head_dim: int, *, first: bool) -> dict[str, Source | None]:
+    sources = linears(ours, theirs, {f"{n}_proj": f"{n}_proj" for n in "rkv"} | {"out_proj": "o_proj"})
+    for name in "rwkvag":
+        sources[f"{ours}.mix_{name}"] = Source((f"{theirs}.x_{name}",), torch.flatten, lambda mix: mix.view(1, 1, -1))
+    for name, lora in (("decay", "w"), ("rate", "a"), ("value", "v"), ("gate", "g")):
+        if first and name == "value":
+            continue
+        lora = f"{lora}_lora.lora"
+        sources |= linears(ours, theirs, {f"{name}_down": f"{lora}.0", f"{name}_up": f"{lora}.2"})
+        if name != "gate":
+            sources[f"{ours}.{name}_up.bias"] = Source((f"{theirs}.{lora}.2.bias",))
+    sources[f"{ours}.removal_scale"] = Source((f"{theirs}.k_k",))
+    sources[f"{ours}.key_scale"] = Source((f"{theirs}.k_a",))
+    sources[f"{ours}.bonus"] = Source((f"{theirs}.r_k",), torch.flatten, lambda bonus: bonus.view(-1, head_dim))
+    return sources | {f"{ours}.norm_{part}": Source((f"{theirs}.g_norm.{part}",)) for part in ("weight", "bias")}
+
+
 def fla_config(model: ModelConfig) -> dict[str, Any]:
     """Return the config.json of a model in flash-linear-attention's format.
 
@@ -116,20 +197,29 @@ def fla_config(model: ModelConfig) -> dict[str, Any]:
             f"{', '.join(kinds)} in every layer; export the project's own format instead (--format metalion)"
         )
     kind, options = kinds[names[0]], model.options_of(names[0])
-    sizes = delta_rule_sizes(model, options)
-    config = {
+    shape = {
         "architectures": [_MIXERS[kind][1]],
         "model_type": kind,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
-        "num_heads": sizes.heads,
         "intermediate_size": model.mlp_width,
-        "hidden_act": "swish",
         "norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+    }
+    if kind == "rwkv7":
+        heads = {"head_dim": model.hidden_size // model.num_heads, "num_heads": model.num_heads}
+        ranks = {theirs: getattr(options, ours) for ours, theirs, _ in _RANKS}
+        config = {**shape, **heads, **ranks, "hidden_act": "sqrelu", "norm_first": False}
+        _check_same(model, rwkv7(config).model)
+        return config
+    sizes = delta_rule_sizes(model, options)
+    config = {
+        **shape,
+        "num_heads": sizes.heads,
+        "hidden_act": "swish",
         "conv_size": options.conv_kernel,
         "allow_neg_eigval": options.allow_negative_eigenvalues,
-        "tie_word_embeddings": model.tie_embeddings,
     }
     if kind == "delta_net":
         config |= {"expand_k": sizes.key_dim / model.hidden_size, "expand_v": sizes.value_dim / model.hidden_size}
@@ -168,11 +258,17 @@ def _check_same(model: ModelConfig, exported: ModelConfig) -> None:
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
     options = model.options_of(model.mixers[0])
+    if not isinstance(options, DeltaRuleOptions):
+        return dataclasses.asdict(options)
     sizes: DeltaRuleSizes = delta_rule_sizes(model, options)
     names = {"num_heads": sizes.heads, "num_value_heads": sizes.value_heads}
     names |= {"head_dim": sizes.head_dim_k, "expand_v": sizes.head_dim_v / sizes.head_dim_k}
     same = ("conv_kernel", "allow_negative_eigenvalues", "norm_eps")
     return names | {key: getattr(options, key) for key in same}
+
+
+def _normed(rows: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(rows, weight.shape, weight, bias, eps)
 
 
 def _without_group(weight: Tensor) -> Tensor:

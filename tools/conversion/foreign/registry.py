@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tools.conversion.foreign.fla import gla, hgrn2, retnet
-from tools.conversion.foreign.fla_delta import delta_rule
+from tools.conversion.foreign.fla_delta import delta_rule, rwkv7
 from tools.conversion.foreign.mapping import Foreign
 from tools.conversion.foreign.metala import metala
 from tools.conversion.foreign.transformers import gpt_neox, llama, metalion
@@ -21,6 +21,7 @@ OF_FLA: dict[str, Format] = {
     "delta_net": delta_rule,
     "gated_deltanet": delta_rule,
     "kda": delta_rule,
+    "rwkv7": rwkv7,
 }
 
 

@@ -29,6 +29,8 @@ from fla.models import (
     KDAForCausalLM,
     RetNetConfig,
     RetNetForCausalLM,
+    RWKV7Config,
+    RWKV7ForCausalLM,
 )
 from safetensors.torch import save_file
 from triton.runtime.autotuner import Autotuner
@@ -50,6 +52,18 @@ MODELS = {
     "gated_deltanet": (
         GatedDeltaNetForCausalLM,
         GatedDeltaNetConfig(**SHAPE, num_heads=1, num_v_heads=2, head_dim=16, expand_v=1.0),
+    ),
+    "rwkv7": (
+        RWKV7ForCausalLM,
+        RWKV7Config(
+            **SHAPE,
+            head_dim=16,
+            decay_low_rank_dim=4,
+            gate_low_rank_dim=8,
+            a_low_rank_dim=4,
+            v_low_rank_dim=4,
+            fuse_linear_cross_entropy=False,
+        ),
     ),
     "kda": (KDAForCausalLM, KDAConfig(**SHAPE, num_heads=2, head_dim=16, tie_word_embeddings=True)),
 }
