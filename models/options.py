@@ -34,6 +34,8 @@ class ModelShape(Protocol):
     @property
     def num_heads(self) -> int: ...
     @property
+    def mlp(self) -> str: ...
+    @property
     def mlp_width(self) -> int: ...
     @property
     def mlp_bias(self) -> bool: ...
@@ -59,19 +61,19 @@ class ModelShape(Protocol):
     def mixer_of(self, layer_index: int) -> str: ...
 
 
-def require_divisor(key: str, value: int, what: str, number: float) -> None:
-    """Raise ValueError with the nearest legal values unless `value` divides `number`.
+def require_divisor(key: str, value: int, name: str, dividend: float) -> None:
+    """Raise ValueError with the nearest legal values unless `value` divides `dividend`.
 
-    key: the config key of `value`. what: the name of `number` in the message.
+    key: the config key of `value`. name: that of `dividend` in the message.
     """
-    if number % value:
-        legal = join_names(nearest_divisors(max(int(number), 1), value))
-        raise ValueError(f"{key} = {value} does not divide {what} = {number:g}; nearest that do: {legal}")
+    if dividend % value:
+        legal = join_names(nearest_divisors(max(int(dividend), 1), value))
+        raise ValueError(f"{key} = {value} does not divide {name} = {dividend:g}; nearest that do: {legal}")
 
 
-def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Return the largest divisor of `number` below `wanted` and the smallest above it, as far as they exist."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+def nearest_divisors(dividend: int, wanted: int) -> list[int]:
+    """Return the largest divisor of `dividend` below `wanted` and the smallest above it, as far as they exist."""
+    divisors = [d for d in range(1, dividend + 1) if dividend % d == 0]
     below = [d for d in divisors if d < wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return below + above
@@ -100,8 +102,8 @@ def require_positive(mixer: str, options: Any, *keys: str) -> None:
 
 def check_key_dim(mixer: str, config: ModelShape, expand_k: float) -> None:
     """Raise ValueError if model.num_heads does not divide key_dim = expand_k * model.hidden_size."""
-    what = f"key_dim of {mixer}, model.hidden_size * {expand_k:g}"
-    require_divisor("model.num_heads", config.num_heads, what, config.hidden_size * expand_k)
+    name = f"key_dim of {mixer}, model.hidden_size * {expand_k:g}"
+    require_divisor("model.num_heads", config.num_heads, name, config.hidden_size * expand_k)
 
 
 def fits_type(value: Any, allowed: Any) -> bool:

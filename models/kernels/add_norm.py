@@ -169,11 +169,14 @@ def _add_norm_backward(
         # Prefetch for the next iteration.
         r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         next_r = r + tl.num_programs(0) * ROWS
-        there = (next_r < rows)[:, None] & (i < size)[None, :]
+        inside_next = (next_r < rows)[:, None] & (i < size)[None, :]
         next_at = next_r[:, None] * size + i[None, :]
-        next_h, next_dy = tl.load(h + next_at, mask=there, other=0.0), tl.load(dy + next_at, mask=there, other=0.0)
+        next_h, next_dy = (
+            tl.load(h + next_at, mask=inside_next, other=0.0),
+            tl.load(dy + next_at, mask=inside_next, other=0.0),
+        )
         if THROUGH:
-            next_dh = tl.load(dh + next_at, mask=there, other=0.0)
+            next_dh = tl.load(dh + next_at, mask=inside_next, other=0.0)
         inside = (r < rows)[:, None] & (i < size)[None, :]
         at = r[:, None] * size + i[None, :]
         normal, inverse = _normalised(row, inside, size, eps, CENTRED)

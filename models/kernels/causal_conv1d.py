@@ -23,43 +23,45 @@ _FORWARD, _BACKWARD = (64, 128), (61, 256)
 _TILE = 8
 
 
-def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+def causal_convolution(previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     """Return y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}) in x's shape and dtype, computed in float32.
 
-    x: [batch, length, channels]. before: [batch, kernel - 1, channels], the inputs before x, None for zeros. weight:
+    x: [batch, length, channels]. previous: [batch, kernel - 1, channels], the inputs before x, None for zeros. weight:
     [channels, kernel] with kernel at most 4. f is SiLU or the identity.
     """
-    return _Convolution.apply(before, x, weight, silu)
+    return _Convolution.apply(previous, x, weight, silu)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-        before = None if before is None else aligned(before)
+    def forward(ctx: Any, previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+        previous = None if previous is None else aligned(previous)
         x, weight = aligned(x), aligned(weight)
         y = torch.empty_like(x)
         if x.numel():
-            forward, _ = _launches(x.device, x.dtype, weight.dtype, x.shape, weight.shape[1], silu, before is not None)
-            forward(x, before, weight, y)
-        ctx.save_for_backward(before, x, weight)
+            forward, _ = _launches(
+                x.device, x.dtype, weight.dtype, x.shape, weight.shape[1], silu, previous is not None
+            )
+            forward(x, previous, weight, y)
+        ctx.save_for_backward(previous, x, weight)
         ctx.silu = silu
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        before, x, weight = ctx.saved_tensors
+        previous, x, weight = ctx.saved_tensors
         batch, _, channels = x.shape
         kernel = weight.shape[1]
         dx = torch.empty_like(x)
-        d_before = None if before is None else torch.empty_like(before)
-        programs = _programs(x.shape, kernel, before is not None)
+        d_previous = None if previous is None else torch.empty_like(previous)
+        programs = _programs(x.shape, kernel, previous is not None)
         partial = torch.empty(batch, programs, kernel, channels, dtype=torch.float32, device=x.device)
         if partial.numel():
-            _, backward = _launches(x.device, x.dtype, weight.dtype, x.shape, kernel, ctx.silu, before is not None)
-            backward(aligned(dy), before, x, weight, d_before, dx, partial)
+            _, backward = _launches(x.device, x.dtype, weight.dtype, x.shape, kernel, ctx.silu, previous is not None)
+            backward(aligned(dy), previous, x, weight, d_previous, dx, partial)
         d_weight = sum_parts(partial.view(1, batch * programs, kernel * channels), weight.dtype).view(kernel, channels)
-        return d_before, dx, d_weight.t(), None
+        return d_previous, dx, d_weight.t(), None
 
 
 @lru_cache(4096)
@@ -91,22 +93,22 @@ def _programs(shape: torch.Size, kernel: int, history: bool) -> int:
 
 
 @triton.jit
-def _token(x, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
+def _token(x, previous, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
     """Return input t of a sequence in float32, for t from -(KERNEL - 1) on; zero outside."""
     known = column < channels
     place = tl.cast(t, tl.int64) * channels
     value = tl.load(x + place + column, mask=known & (t >= 0) & (t < length), other=0.0).to(tl.float32)
     if HISTORY:
         place = (t + (KERNEL - 1)) * channels
-        value += tl.load(before + place + column, mask=known & (t < 0) & (t >= 1 - KERNEL), other=0.0).to(tl.float32)
+        value += tl.load(previous + place + column, mask=known & (t < 0) & (t >= 1 - KERNEL), other=0.0).to(tl.float32)
     return value
 
 
 @triton.jit
-def _both(x, dy, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
+def _both(x, dy, previous, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
     """Return input t and the gradient of output t."""
-    value = _token(x, before, t, column, length, channels, KERNEL, HISTORY)
-    return value, _token(dy, before, t, column, length, channels, KERNEL, False)
+    value = _token(x, previous, t, column, length, channels, KERNEL, HISTORY)
+    return value, _token(dy, previous, t, column, length, channels, KERNEL, False)
 
 
 @triton.jit
@@ -119,7 +121,7 @@ def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length"])
 def _convolution_forward(
-    x, before, weight, y, length, channels,
+    x, previous, weight, y, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +129,7 @@ def _convolution_forward(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = (column < channels)[None, :]
     if HISTORY:
-        before += batch * (KERNEL - 1) * channels
+        previous += batch * (KERNEL - 1) * channels
     w0, w1 = _tap(weight, column, channels, 0, KERNEL), _tap(weight, column, channels, 1, KERNEL)
     w2, w3 = _tap(weight, column, channels, 2, KERNEL), _tap(weight, column, channels, 3, KERNEL)
     for tile in range(TOKENS // TILE):
@@ -140,7 +142,7 @@ def _convolution_forward(
             value = tl.load(x + place + at, mask=((t >= 0) & (t < length))[:, None] & known, other=0.0).to(tl.float32)
             if HISTORY:
                 at = (t + (KERNEL - 1))[:, None] * channels + column[None, :]
-                value += tl.load(before + at, mask=(t < 0)[:, None] & known, other=0.0).to(tl.float32)
+                value += tl.load(previous + at, mask=(t < 0)[:, None] & known, other=0.0).to(tl.float32)
             total += (w0 if j == 0 else w1 if j == 1 else w2 if j == 2 else w3)[None, :] * value
         if SILU:
             total = total * sigmoid(total)
@@ -150,7 +152,7 @@ def _convolution_forward(
 
 @triton.jit
 def _convolution_backward(
-    dy, before, x, weight, d_before, dx, partial, length, channels,
+    dy, previous, x, weight, d_previous, dx, partial, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients token by token, with the last three inputs and output gradients in registers."""
@@ -160,27 +162,27 @@ def _convolution_backward(
     x, dy, dx = x + batch * length * channels, dy + batch * length * channels, dx + batch * length * channels
     first = tl.program_id(0) * TOKENS
     if HISTORY:
-        before += batch * (KERNEL - 1) * channels
-        d_before += batch * (KERNEL - 1) * channels
+        previous += batch * (KERNEL - 1) * channels
+        d_previous += batch * (KERNEL - 1) * channels
         first += 1 - KERNEL
     w0, w1 = _tap(weight, column, channels, 0, KERNEL), _tap(weight, column, channels, 1, KERNEL)
     w2, w3 = _tap(weight, column, channels, 2, KERNEL), _tap(weight, column, channels, 3, KERNEL)
-    x3 = _token(x, before, first - 3, column, length, channels, KERNEL, HISTORY)
-    x2 = _token(x, before, first - 2, column, length, channels, KERNEL, HISTORY)
-    x1 = _token(x, before, first - 1, column, length, channels, KERNEL, HISTORY)
+    x3 = _token(x, previous, first - 3, column, length, channels, KERNEL, HISTORY)
+    x2 = _token(x, previous, first - 2, column, length, channels, KERNEL, HISTORY)
+    x1 = _token(x, previous, first - 1, column, length, channels, KERNEL, HISTORY)
     d1, d2, d3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
     of_w0, of_w1, of_w2, of_w3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
-    xa, da = _both(x, dy, before, first, column, length, channels, KERNEL, HISTORY)
-    xb, db = _both(x, dy, before, first + 1, column, length, channels, KERNEL, HISTORY)
-    xc, dc = _both(x, dy, before, first + 2, column, length, channels, KERNEL, HISTORY)
-    xd, dd = _both(x, dy, before, first + 3, column, length, channels, KERNEL, HISTORY)
+    xa, da = _both(x, dy, previous, first, column, length, channels, KERNEL, HISTORY)
+    xb, db = _both(x, dy, previous, first + 1, column, length, channels, KERNEL, HISTORY)
+    xc, dc = _both(x, dy, previous, first + 2, column, length, channels, KERNEL, HISTORY)
+    xd, dd = _both(x, dy, previous, first + 3, column, length, channels, KERNEL, HISTORY)
     for n in range(0, TOKENS + 3, 4):
         t = first + n
         # Prefetch for the next iteration.
-        next_xa, next_da = _both(x, dy, before, t + 4, column, length, channels, KERNEL, HISTORY)
-        next_xb, next_db = _both(x, dy, before, t + 5, column, length, channels, KERNEL, HISTORY)
-        next_xc, next_dc = _both(x, dy, before, t + 6, column, length, channels, KERNEL, HISTORY)
-        next_xd, next_dd = _both(x, dy, before, t + 7, column, length, channels, KERNEL, HISTORY)
+        next_xa, next_da = _both(x, dy, previous, t + 4, column, length, channels, KERNEL, HISTORY)
+        next_xb, next_db = _both(x, dy, previous, t + 5, column, length, channels, KERNEL, HISTORY)
+        next_xc, next_dc = _both(x, dy, previous, t + 6, column, length, channels, KERNEL, HISTORY)
+        next_xd, next_dd = _both(x, dy, previous, t + 7, column, length, channels, KERNEL, HISTORY)
         for step in tl.static_range(4):
             x0 = xa if step == 0 else xb if step == 1 else xc if step == 2 else xd
             d0 = da if step == 0 else db if step == 1 else dc if step == 2 else dd
@@ -203,7 +205,7 @@ def _convolution_backward(
             if HISTORY:
                 place = (back + (KERNEL - 1)) * channels
                 earlier = known & (n + step >= 3) & (back < 0)
-                tl.store(d_before + place + column, d_input.to(d_before.dtype.element_ty), mask=earlier)
+                tl.store(d_previous + place + column, d_input.to(d_previous.dtype.element_ty), mask=earlier)
             x3, x2, x1 = x2, x1, x0
             d3, d2, d1 = d2, d1, d0
         xa, xb, xc, xd = next_xa, next_xb, next_xc, next_xd

@@ -57,10 +57,10 @@ def _look_up_gradient(tokens, grad, out, N, D, BT: tl.constexpr, BD: tl.constexp
     i, c = tl.arange(0, BT), tl.program_id(1) * BD + tl.arange(0, BD)
     t = tl.program_id(0).to(tl.int64) * BT + i
     # Positions after the last token are equal to no other.
-    own = tl.load(tokens + t, mask=t < N, other=-1)
-    same = own[:, None] == tl.load(tokens + t, mask=t < N, other=-2)[None, :]
+    ids = tl.load(tokens + t, mask=t < N, other=-1)
+    equal_ids = ids[:, None] == tl.load(tokens + t, mask=t < N, other=-2)[None, :]
     rows = tl.load(grad + t[:, None] * D + c[None, :], mask=(t < N)[:, None] & (c < D)[None, :], other=0.0)
-    total = tl.dot(same.to(rows.dtype), rows, input_precision=PRECISION)
-    first = tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), 1) == 0
+    total = tl.dot(equal_ids.to(rows.dtype), rows, input_precision=PRECISION)
+    first = tl.sum((equal_ids & (i[None, :] < i[:, None])).to(tl.int32), 1) == 0
     write = (first & (t < N))[:, None] & (c < D)[None, :]
-    tl.atomic_add(out + own.to(tl.int64)[:, None] * D + c[None, :], total, mask=write, sem="relaxed")
+    tl.atomic_add(out + ids.to(tl.int64)[:, None] * D + c[None, :], total, mask=write, sem="relaxed")

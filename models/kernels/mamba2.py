@@ -20,9 +20,9 @@ from .primitives import sum_parts
 _ELEMENTS, _PROGRAMS = 2048, 1056
 
 
-def stepped(dt: Tensor, u: Tensor) -> Tensor:
+def apply_time_step(dt: Tensor, u: Tensor) -> Tensor:
     """Return dt * u in u's shape and dtype. dt: float32 [batch, length, heads]; u: [batch, length, heads, head_dim]."""
-    return _Stepped.apply(dt, u)
+    return _ApplyTimeStep.apply(dt, u)
 
 
 def gated_norm(o: Tensor, u: Tensor, skip: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,13 +33,13 @@ def gated_norm(o: Tensor, u: Tensor, skip: Tensor, z: Tensor, weight: Tensor, ep
     return _GatedNorm.apply(o, u, skip, z, weight, eps)
 
 
-class _Stepped(torch.autograd.Function):
+class _ApplyTimeStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dt: Tensor, u: Tensor) -> Tensor:
         dt, u = aligned(dt.float()), aligned(u)
         v = torch.empty_like(u)
         if u.numel():
-            _stepped_launches(u.device, u.dtype, dt.numel(), u.shape[-1])[0](dt, u, v)
+            _step_launches(u.device, u.dtype, dt.numel(), u.shape[-1])[0](dt, u, v)
         ctx.save_for_backward(dt, u)
         return v
 
@@ -49,7 +49,7 @@ class _Stepped(torch.autograd.Function):
         dt, u = ctx.saved_tensors
         d_dt, du = torch.empty_like(dt), torch.empty_like(u)
         if u.numel():
-            _stepped_launches(u.device, u.dtype, dt.numel(), u.shape[-1])[1](aligned(dv), dt, u, d_dt, du)
+            _step_launches(u.device, u.dtype, dt.numel(), u.shape[-1])[1](aligned(dv), dt, u, d_dt, du)
         return d_dt, du
 
 
@@ -78,7 +78,7 @@ class _GatedNorm(torch.autograd.Function):
 
 
 @lru_cache(4096)
-def _stepped_launches(device: torch.device, dtype: torch.dtype, rows: int, dim: int) -> tuple[Launch, Launch]:
+def _step_launches(device: torch.device, dtype: torch.dtype, rows: int, dim: int) -> tuple[Launch, Launch]:
     tile = _tile(dim)
     grid = (triton.cdiv(rows, tile[0]),)
     forward, backward = (

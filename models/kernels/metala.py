@@ -159,13 +159,9 @@ class _Epilogue(torch.autograd.Function):
         ctx: Any, o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float
     ) -> Tensor:
         o, q, k, v, gate = (aligned(x) for x in (o, q, k, v, gate))
-        y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
-        case = o.device, o.dtype, None if aug_weight is None else aug_weight.dtype, o.shape, q.shape[-1], eps
-        if o.numel():
-            _launches(*case)[0](o, q, k, v, aug_weight, gate, y)
         ctx.save_for_backward(o, q, k, v, aug_weight, gate)
-        ctx.case = case
-        return y
+        ctx.case = _case(o, q, aug_weight, eps)
+        return epilogue_forward(o, q, k, v, aug_weight, gate, eps)
 
     @staticmethod
     @once_differentiable
@@ -185,12 +181,17 @@ class _Epilogue(torch.autograd.Function):
 
 
 def epilogue_forward(
-    o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, eps: float
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float
 ) -> Tensor:
     """Compute `epilogue` of contiguous tensors, without autograd."""
     y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
-    _launches(o.device, o.dtype, aug_weight.dtype, o.shape, q.shape[-1], eps)[0](o, q, k, v, aug_weight, gate, y)
+    if o.numel():
+        _launches(*_case(o, q, aug_weight, eps))[0](o, q, k, v, aug_weight, gate, y)
     return y
+
+
+def _case(o: Tensor, q: Tensor, aug_weight: Tensor | None, eps: float) -> tuple[Any, ...]:
+    return o.device, o.dtype, None if aug_weight is None else aug_weight.dtype, o.shape, q.shape[-1], eps
 
 
 def epilogue_backward(
@@ -206,8 +207,9 @@ def epilogue_backward(
     d_strength = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
     programs = _programs(o.shape, *_BACKWARD[:2])[1]
     partial = torch.empty(programs, aug_weight.numel(), dtype=torch.float32, device=o.device)
-    case = o.device, o.dtype, aug_weight.dtype, o.shape, q.shape[-1], eps, dgate.stride(1)
-    _launches(*case)[1](dy, o, q, k, v, aug_weight, gate, do, None, None, dv, d_strength, partial, dgate)
+    _launches(*_case(o, q, aug_weight, eps), dgate.stride(1))[1](
+        dy, o, q, k, v, aug_weight, gate, do, None, None, dv, d_strength, partial, dgate
+    )
     return do, d_strength, sum_parts(partial[None], aug_weight.dtype)[0]
 
 
@@ -219,7 +221,7 @@ def _launches(
     shape: torch.Size,
     dim_k: int,
     eps: float,
-    apart: int = 0,
+    gradient_stride: int = 0,
 ) -> tuple[Launch, Launch]:
     """Return the forward and the backward launch for o of this shape.
 
@@ -234,7 +236,7 @@ def _launches(
         return Launch(kernel, (grid, heads), *values, num_warps=warps, num_stages=1)
 
     return launch(_epilogue_forward, *_FORWARD), launch(
-        _epilogue_backward, *_BACKWARD, apart or heads * dim_v, apart > 0
+        _epilogue_backward, *_BACKWARD, gradient_stride or heads * dim_v, gradient_stride > 0
     )
 
 
@@ -275,8 +277,8 @@ def _store(x, value, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def _half_tanh(x):
     """Return sigmoid(x) - 1/2, to full relative precision near 0 too."""
-    near = x * (0.25 + x * x * (-1.0 / 48.0 + x * x * (1.0 / 480.0 - x * x * (17.0 / 80640.0))))
-    return tl.where(tl.abs(x) < 0.25, near, sigmoid(x) - 0.5)
+    series = x * (0.25 + x * x * (-1.0 / 48.0 + x * x * (1.0 / 480.0 - x * x * (17.0 / 80640.0))))
+    return tl.where(tl.abs(x) < 0.25, series, sigmoid(x) - 0.5)
 
 
 @triton.jit
@@ -314,7 +316,7 @@ def _epilogue_forward(
 def _epilogue_backward(
     dy, o, q, k, v, aug_weight, gate, do, dq, dk, dv, d_strengths, partial, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
-    STRIDE: tl.constexpr, APART: tl.constexpr,
+    STRIDE: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     ck, cv = tl.arange(0, BK), tl.arange(0, BV)
@@ -346,7 +348,7 @@ def _epilogue_backward(
             d_product = d_x * (0.25 - augmentation * augmentation)
             d_strength = tl.sum(d_product * value, 1)
             tl.store(dv + at, (d_product * strength[:, None]).to(dv.dtype.element_ty), mask=inside)
-            if APART:
+            if STRIDED:
                 tl.store(d_strengths + t.to(tl.int64) * H + h, d_strength, mask=t < T)
             else:
                 _store(dq, d_strength[:, None] * weight[None, :] * key, t, ck, h, T, H, K, BK)

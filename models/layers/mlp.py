@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +17,8 @@ from ..recompute import recomputable
 from .projections import FusedProjections, apply_each, linear
 
 
-class SwiGLU(nn.Module):
-    """Compute down(SiLU(gate x) * up x). Shazeer 2020 (arXiv 2002.05202), Eq. 6."""
+class GatedMLP(nn.Module):
+    """Compute down(activation(gate x) * up x). Shazeer 2020 (arXiv 2002.05202), Eq. 5-6; `model.mlp` names the activation."""
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
@@ -30,16 +31,12 @@ class SwiGLU(nn.Module):
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
         self.project_inputs: FusedProjections = apply_each
+        self._combine = swiglu if config.mlp == "swiglu" else partial(_recomputed_gate, _ACTIVATIONS[config.mlp])
         self._flops = 6 * size * width
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of x [..., hidden_size], in the same shape."""
-        return self.down_proj(self.combine(*self.project_inputs(x, (self.gate_proj, self.up_proj))))
-
-    @staticmethod
-    def combine(gate: Tensor, up: Tensor, /) -> Tensor:
-        """Return activation(gate) * up for gate and up [..., width]."""
-        return swiglu(gate, up)
+        return self.down_proj(self._combine(*self.project_inputs(x, (self.gate_proj, self.up_proj))))
 
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add."""
@@ -63,40 +60,23 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _gated_by(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        return activation(gate) * up
-
-    def combine(gate: Tensor, up: Tensor) -> Tensor:
-        y = gated(gate, up)
-        recomputable(y, gated, gate, up)
-        return y
-
-    return combine
+def _gate(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return activation(gate) * up
 
 
-class GEGLU(SwiGLU):
-    """Compute SwiGLU with the exact (erf) GELU in place of SiLU."""
-
-    combine = staticmethod(_gated_by(F.gelu))
-
-
-class ReGLU(SwiGLU):
-    """Compute SwiGLU with ReLU in place of SiLU."""
-
-    combine = staticmethod(_gated_by(F.relu))
+def _recomputed_gate(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    y = _gate(activation, gate, up)
+    recomputable(y, _gate, activation, gate, up)
+    return y
 
 
-class GLU(SwiGLU):
-    """Compute SwiGLU with the sigmoid in place of SiLU, as Dauphin et al. 2017 (arXiv 1612.08083)."""
-
-    combine = staticmethod(_gated_by(torch.sigmoid))
-
-
-class Bilinear(SwiGLU):
-    """Compute SwiGLU without an activation: down((gate x) * up x)."""
-
-    combine = staticmethod(_gated_by(lambda gate: gate))
+# Besides SiLU, which has kernels. The GELU is exact (erf); glu is that of Dauphin et al. 2017 (arXiv 1612.08083).
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "geglu": F.gelu,
+    "reglu": F.relu,
+    "glu": torch.sigmoid,
+    "bilinear": nn.Identity(),
+}
 
 
 class GELU(nn.Module):
@@ -164,11 +144,8 @@ class ChannelMixing(nn.Module):
 
 
 MLPS: dict[str, Any] = {
-    "swiglu": SwiGLU,
     "gelu": GELU,
-    "geglu": GEGLU,
-    "reglu": ReGLU,
-    "glu": GLU,
-    "bilinear": Bilinear,
+    "swiglu": GatedMLP,
+    **dict.fromkeys(_ACTIVATIONS, GatedMLP),
     "rwkv7": ChannelMixing,
 }

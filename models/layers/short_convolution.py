@@ -80,15 +80,15 @@ class CausalConvolution(nn.Module):
             mask = None  # without tokens there is no first and no last one
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-        before = None if history is None else history.to(x.dtype)
-        if mask is not None and before is not None:
+        previous = None if history is None else history.to(x.dtype)
+        if mask is not None and previous is not None:
             # The history belongs directly before the first real token.
-            padded = F.pad(x, (0, 0, past, 0)).scatter(1, _window(mask.int().argmax(1), before), before)
-            before, x = padded[:, :past], padded[:, past:]
-        y = _convolve(before, x, self.weight, self.silu)
+            padded = F.pad(x, (0, 0, past, 0)).scatter(1, _window(mask.int().argmax(1), previous), previous)
+            previous, x = padded[:, :past], padded[:, past:]
+        y = _convolve(previous, x, self.weight, self.silu)
         if not return_history:
             return y, None
-        padded = _behind(before, x, past)
+        padded = _behind(previous, x, past)
         if mask is None:
             return y, padded[:, x.shape[1] :]
         end = (mask * torch.arange(1, x.shape[1] + 1, device=x.device)).amax(1)
@@ -106,14 +106,14 @@ class CausalConvolution(nn.Module):
             )
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-        before = from_previous_rank(group, x[:, x.shape[1] - past :]) if past else x[:, :0]
+        previous = from_previous_rank(group, x[:, x.shape[1] - past :]) if past else x[:, :0]
         if cu_seqlens is None:
-            return _convolve(before, x, self.weight, self.silu)
+            return _convolve(previous, x, self.weight, self.silu)
         segments = shard_segments(cu_seqlens, x.shape[1], group)
         # Only tokens of the segment in which the shard begins.
         same_segment = torch.arange(past, 0, -1, device=x.device) <= segments.age
         history = x.new_zeros(len(cu_seqlens) - 1, past, x.shape[2])
-        history = history.index_copy(0, segments.first, before * same_segment[None, :, None])
+        history = history.index_copy(0, segments.first, previous * same_segment[None, :, None])
         return self._packed(x, None, segments.cu_seqlens, history, False)[0]
 
     def _packed(
@@ -161,13 +161,13 @@ def _window(start: Tensor, like: Tensor) -> Tensor:
     return places.unsqueeze(-1).expand(like.shape)
 
 
-def _behind(before: Tensor | None, x: Tensor, past: int) -> Tensor:
+def _behind(previous: Tensor | None, x: Tensor, past: int) -> Tensor:
     """Return x behind the inputs before it (None: zeros), [batch, past + length, channels]."""
-    return F.pad(x, (0, 0, past, 0)) if before is None else torch.cat([before, x], 1)
+    return F.pad(x, (0, 0, past, 0)) if previous is None else torch.cat([previous, x], 1)
 
 
-def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-    """Convolve x [batch, length, channels] behind `before` [batch, kernel - 1, channels], None for zeros.
+def _convolve(previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    """Convolve x [batch, length, channels] behind `previous` [batch, kernel - 1, channels], None for zeros.
 
     This is the only place that decides which kernel runs.
     """
@@ -179,20 +179,20 @@ def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> T
         form = _in_tiles
     else:
         form = _by_torch
-    y = form(before, x, weight, silu)
-    recomputable(y, form, before, x, weight, silu)
+    y = form(previous, x, weight, silu)
+    recomputable(y, form, previous, x, weight, silu)
     return y
 
 
-def _by_torch(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-    padded = _behind(before, x, weight.shape[1] - 1).transpose(1, 2)
+def _by_torch(previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    padded = _behind(previous, x, weight.shape[1] - 1).transpose(1, 2)
     y = F.conv1d(padded, weight.unsqueeze(1), groups=weight.shape[0]).transpose(1, 2)
     return F.silu(y) if silu else y
 
 
-def _in_tiles(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+def _in_tiles(previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     past = weight.shape[1] - 1
-    return _Convolve.apply(x.new_zeros(x.shape[0], past, x.shape[2]) if before is None else before, x, weight, silu)
+    return _Convolve.apply(x.new_zeros(x.shape[0], past, x.shape[2]) if previous is None else previous, x, weight, silu)
 
 
 class _Convolve(torch.autograd.Function):
@@ -203,29 +203,29 @@ class _Convolve(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-        ctx.save_for_backward(before, x, weight)
+    def forward(ctx: Any, previous: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+        ctx.save_for_backward(previous, x, weight)
         ctx.silu = silu
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         taps = to_accumulation_dtype(weight).t().contiguous()
         for rows, tile in _tiles_of(x, taps):
-            total = _weighted(_window_of(before, x, rows, tile, taps), taps)
+            total = _weighted(_window_of(previous, x, rows, tile, taps), taps)
             y[rows, tile] = F.silu(total, inplace=True) if silu else total
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        before, x, weight = ctx.saved_tensors
+        previous, x, weight = ctx.saved_tensors
         # Without tokens no tile writes it.
-        d_before = torch.empty_like(before) if x.shape[1] else torch.zeros_like(before)
+        d_previous = torch.empty_like(previous) if x.shape[1] else torch.zeros_like(previous)
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         taps = to_accumulation_dtype(weight).t().contiguous()
         d_taps = torch.zeros_like(taps)
         past = len(taps) - 1
         carry = None
         for rows, tile in reversed(list(_tiles_of(x, taps))):
-            window = _window_of(before, x, rows, tile, taps)
+            window = _window_of(previous, x, rows, tile, taps)
             size = window.shape[1] - past
             d_total = to_accumulation_dtype(d_y[rows, tile])
             if ctx.silu:
@@ -240,9 +240,9 @@ class _Convolve(torch.autograd.Function):
             d_x[rows, tile] = d_window[:, past:]
             carry = d_window[:, :past]
             if tile.start == 0:
-                d_before[rows] = carry
+                d_previous[rows] = carry
                 carry = None
-        return d_before, d_x, d_taps.t().to(weight.dtype), None
+        return d_previous, d_x, d_taps.t().to(weight.dtype), None
 
 
 def _tiles_of(x: Tensor, taps: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -255,11 +255,11 @@ def _tiles_of(x: Tensor, taps: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(row, min(row + together, batch)), slice(start, min(start + step, length))
 
 
-def _window_of(before: Tensor, x: Tensor, rows: slice, tile: slice, taps: Tensor) -> Tensor:
+def _window_of(previous: Tensor, x: Tensor, rows: slice, tile: slice, taps: Tensor) -> Tensor:
     """Return the inputs that the tile's outputs read, [rows, past + tile, channels], in the dtype of taps."""
     past = len(taps) - 1
     window = torch.empty(rows.stop - rows.start, past + tile.stop - tile.start, x.shape[2], dtype=taps.dtype)
-    window[:, :past] = x[rows, tile.start - past : tile.start] if tile.start else before[rows]
+    window[:, :past] = x[rows, tile.start - past : tile.start] if tile.start else previous[rows]
     window[:, past:] = x[rows, tile]
     return window
 

@@ -3,7 +3,8 @@
 A mixer is an `nn.Module` with
   Options                       frozen dataclass of its settings; each field is a `models.options.option`
   __init__(config, layer_index, options)                 config: a `models.options.ModelShape`
-  forward(x, mask, cu_seqlens, state, return_state)      as in `models.block.Block.forward`
+  forward(x, mask, cu_seqlens, state, return_state)      as in `models.block.Block.forward`; with cu_seqlens a state has one
+                                row per segment
   flops_per_token(length)       forward FLOPs per token, two per multiply-add
   state_size                    size of its decode state as text, for the documentation
   tensor_parallel_plan          sharding spec of every parameter or submodule

@@ -87,7 +87,7 @@ class Attention(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
         The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim] and "mask" [batch, seen] bool; with
         cu_seqlens one row per segment, padded on the right. Raises ValueError for a state if not causal.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers.gated_norm import gated_head_norm
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
-from ..operators.gla.gated_linear_attention import gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, check_key_dim, option, require_at_least, require_positive
 from ..precision import to_accumulation_dtype
@@ -89,10 +89,10 @@ class GLA(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
-        The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32, and with a convolution "conv" [batch,
-        kernel - 1, hidden_size], its last inputs; with cu_seqlens one row per segment.
+        The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32, and with a convolution "conv"
+        [batch, kernel - 1, hidden_size], its last inputs.
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
@@ -116,10 +116,7 @@ class GLA(nn.Module):
 
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
-        size, key_dim, dim_k, dim_v = self._size, self._key_dim, self.head_dim_k, self.head_dim_v
+        size, key_dim = self._size, self._key_dim
         projections = 6 * size * size + 4 * size * key_dim + 2 * (size + key_dim) * self.options.low_rank
-        return (
-            projections
-            + 2 * size * self.options.conv_kernel
-            + size // dim_v * (min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v)
-        )
+        recurrence = size // self.head_dim_v * flops_per_head(length, self.head_dim_k, self.head_dim_v)
+        return projections + 2 * size * self.options.conv_kernel + recurrence

@@ -81,16 +81,15 @@ class HGRN(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
-        The state is "recurrent" [batch, hidden_size] in float32, with rotation [batch, hidden_size, 2]; with cu_seqlens
-        one row per segment.
+        The state is "recurrent" [batch, hidden_size] in float32, with rotation [batch, hidden_size, 2].
         """
-        forget = to_accumulation_dtype(self.forget_proj(x))
+        forget_logits = to_accumulation_dtype(self.forget_proj(x))
         candidate = self.candidate_proj(x)
-        log_decay = _log_forget(forget, self.lower_bound)
+        log_decay = _log_forget(forget_logits, self.lower_bound)
         if self.input_proj is None:
-            gate = (1.0 - self.lower_bound) * (-forget).sigmoid()
+            gate = (1.0 - self.lower_bound) * (-forget_logits).sigmoid()
         else:
             gate = to_accumulation_dtype(self.input_proj(x)).sigmoid()
         v = F.silu(to_accumulation_dtype(candidate))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.projections import linear
-from ..operators.gla.gated_linear_attention import gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import ModelShape, option, require_positive
 from ..precision import to_accumulation_dtype
@@ -92,11 +92,7 @@ class HGRN2(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
-
-        The state is "recurrent" [batch, heads, head_dim, head_dim] in float32; with cu_seqlens one row per
-        segment.
-        """
+        """Compute the layer. The state is "recurrent" [batch, heads, head_dim, head_dim] in float32."""
         q, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.v_proj))
         q = F.silu(to_accumulation_dtype(q)).to(v.dtype)
         log_decay, k = (
@@ -127,5 +123,5 @@ class HGRN2(nn.Module):
 
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
-        recurrent = min(64, length) * 2 * self.head_dim + 4 * self.head_dim**2
-        return 8 * self._size**2 + self._size // self.head_dim * recurrent
+        heads = self._size // self.head_dim
+        return 8 * self._size**2 + heads * flops_per_head(length, self.head_dim, self.head_dim)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
+from ..operators.gla.gated_linear_attention import flops_per_head
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..options import ModelShape, option, require_at_least
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
@@ -80,10 +81,10 @@ class LinearAttention(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
-        The state is "recurrent" [batch, heads, features, head_dim + 1] in float32, S and z concatenated. A convolution adds
-        "conv" [batch, kernel - 1, hidden_size], its last inputs. With cu_seqlens both have one row per segment.
+        The state is "recurrent" [batch, heads, features, head_dim + 1] in float32, S and z concatenated. A convolution
+        adds "conv" [batch, kernel - 1, hidden_size], its last inputs.
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
@@ -115,10 +116,9 @@ class LinearAttention(nn.Module):
 
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
-        size, key_dim, features = self._size, self._key_dim, self._features
+        size, key_dim = self._size, self._key_dim
         projections = 4 * size * (size + key_dim) + 2 * size * self.options.conv_kernel
-        head = min(64, length) * (features + self.head_dim + 1) + 4 * features * (self.head_dim + 1)
-        return projections + size // self.head_dim * head
+        return projections + size // self.head_dim * flops_per_head(length, self._features, self.head_dim + 1)
 
 
 def _features(x: Tensor, name: str) -> Tensor:

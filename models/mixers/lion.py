@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..layers.norm import LayerNorm
 from ..layers.projections import FusedProjections, apply_each, init_std, linear
-from ..operators.gla.gated_linear_attention import gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
 from ..operators.lion.feature_map import feature_map
@@ -140,10 +140,10 @@ class Lion(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
-        The state is "recurrent" [batch, heads, head_dim, head_dim + 1 (head_dim if not scaled)] in float32; with
-        cu_seqlens one row per segment. Raises ValueError for a state if not causal.
+        The state is "recurrent" [batch, heads, head_dim, head_dim + 1 (head_dim if not scaled)] in float32. Raises
+        ValueError for a state if not causal.
         """
         if not self.options.causal and (state is not None or return_state):
             raise ValueError(
@@ -255,9 +255,8 @@ class Lion(nn.Module):
         """Return forward FLOPs per token, two per multiply-add, with the operator in chunks of 64 tokens."""
         dim, directions = self.head_dim, 1 if self.options.causal else 2
         gates = sum(2 * self._size for gate in (self.decay_weight, self.input_gate) if gate is not None)
-        inside = min(64, length) * (2 * dim + self.options.scaled)
-        states = 4 * dim * (dim + self.options.scaled)
-        return 8 * self._size**2 + self._heads * (gates + directions * (inside + states))
+        operator = flops_per_head(length, dim, dim + self.options.scaled)
+        return 8 * self._size**2 + self._heads * (gates + directions * operator)
 
 
 def _initial_logits(options: LionOptions, heads: int) -> Tensor:

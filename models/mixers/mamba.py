@@ -98,10 +98,10 @@ class Mamba(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
         The state is "recurrent" [batch, groups, E / groups, N] in float32 and "conv" [batch, kernel - 1, E], E = expand
-        * hidden_size; with cu_seqlens one row per segment.
+        * hidden_size.
         """
         state = state or {}
         u, history = self.conv(self.x_proj(x), mask, cu_seqlens, state.get("conv"), return_state)

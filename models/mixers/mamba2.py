@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..backend import is_supported
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
-from ..operators.gla.gated_linear_attention import gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.gla.normalized import short_attention
 from ..options import ModelShape, option, require_at_least, require_divisor
 from ..precision import to_accumulation_dtype
@@ -89,8 +89,8 @@ class Mamba2(nn.Module):
     @staticmethod
     def check(config: ModelShape, options: Mamba2Options) -> None:
         """Raise ValueError if model.num_heads does not divide the channels."""
-        what = "the channels of mamba2, expand * model.hidden_size"
-        require_divisor("model.num_heads", config.num_heads, what, options.expand * config.hidden_size)
+        channels_name = "the channels of mamba2, expand * model.hidden_size"
+        require_divisor("model.num_heads", config.num_heads, channels_name, options.expand * config.hidden_size)
 
     def forward(
         self,
@@ -100,10 +100,10 @@ class Mamba2(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
-        The state is "recurrent" [batch, heads, N, head_dim] in float32 and "conv_x", "conv_b", "conv_c" [batch, kernel -
-        1, channels]; with cu_seqlens one row per segment.
+        The state is "recurrent" [batch, heads, N, head_dim] in float32 and "conv_x", "conv_b", "conv_c" [batch, kernel
+        - 1, channels].
         """
         state = state or {}
         new_state: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ class Mamba2(nn.Module):
             dt = dt.masked_fill(~mask.unsqueeze(-1), 0.0)
         heads = dt.shape[-1]
         q, k = (y.unsqueeze(2).expand(-1, -1, heads, -1) for y in (c, b))
-        v, log_decay = _stepped(dt, u), (-dt * to_accumulation_dtype(self.a_log).exp()).unsqueeze(-1)
+        v, log_decay = _apply_time_step(dt, u), (-dt * to_accumulation_dtype(self.a_log).exp()).unsqueeze(-1)
         initial_state = state.get("recurrent")
         o = short_attention(
             q,
@@ -150,15 +150,15 @@ class Mamba2(nn.Module):
         inner = heads * head_dim
         projections = 2 * size * (3 * inner + 2 * states + heads)
         convolutions = 2 * self.options.conv_kernel * (inner + 2 * states)
-        return projections + convolutions + heads * (min(64, length) * (states + head_dim) + 4 * states * head_dim)
+        return projections + convolutions + heads * flops_per_head(length, states, head_dim)
 
 
-def _stepped(dt: Tensor, u: Tensor) -> Tensor:
+def _apply_time_step(dt: Tensor, u: Tensor) -> Tensor:
     """Return dt * u in u's dtype. dt: [batch, length, heads]; u: [batch, length, heads, head_dim]."""
     if is_supported(u):
-        from ..kernels.mamba2 import stepped
+        from ..kernels.mamba2 import apply_time_step
 
-        return stepped(dt, u)
+        return apply_time_step(dt, u)
     return (dt.unsqueeze(-1) * to_accumulation_dtype(u)).to(u.dtype)
 
 

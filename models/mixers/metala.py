@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
+from ..operators.gla.gated_linear_attention import flops_per_head
 from ..operators.metala import metala
 from ..options import ModelShape, check_key_dim, option, require_at_least, require_positive
 
@@ -105,10 +106,10 @@ class MetaLA(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
         The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32 and "conv" [batch, kernel - 1,
-        hidden_size], the last inputs of the convolution; with cu_seqlens one row per segment.
+        hidden_size], the last inputs of the convolution.
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
@@ -139,9 +140,7 @@ class MetaLA(nn.Module):
         key_projections = sum(proj is not None for proj in (self.q_proj, self.a_proj, self.k_proj))
         projections = 2 * size * (3 * size + key_projections * self._key_dim)
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
-        chunk = min(64, length)
-        inside = chunk * (self.head_dim_k + self.head_dim_v)
-        return projections + convolution + heads * (inside + 4 * self.head_dim_k * self.head_dim_v)
+        return projections + convolution + heads * flops_per_head(length, self.head_dim_k, self.head_dim_v)
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

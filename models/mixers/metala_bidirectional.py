@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.context_parallel import context_parallel_group, shard_segments
-from ..operators.gla.gated_linear_attention import local_gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, local_gated_linear_attention
 from ..operators.gla.select_kernel import GLAArguments
 from ..operators.lion.context_parallel import from_other_ranks
 from ..operators.metala import metala_epilogue
@@ -116,8 +116,7 @@ class MetaLABidirectional(nn.Module):
         """Return forward FLOPs per token, two per multiply-add, with both recurrences in chunks of 64 tokens."""
         size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
-        one_direction = min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v
-        return 8 * size * size + convolution + 2 * size // dim_v * one_direction
+        return 8 * size * size + convolution + 2 * size // dim_v * flops_per_head(length, dim_k, dim_v)
 
 
 def _both_directions(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.projections import linear
-from ..operators.gla.gated_linear_attention import gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..options import ModelShape, option
 from ..precision import to_accumulation_dtype
 
@@ -71,11 +71,7 @@ class NormalisedAttention(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
-
-        The state is "recurrent" [batch, heads, head_dim, head_dim] in float32; with cu_seqlens one row per
-        segment.
-        """
+        """Compute the layer. The state is "recurrent" [batch, heads, head_dim, head_dim] in float32."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if mask is not None:
             k = k.masked_fill(~mask[:, :, None, None], 0.0)
@@ -96,5 +92,4 @@ class NormalisedAttention(nn.Module):
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         heads = self._size // self.head_dim
-        inside = 2 * min(64, length) * self.head_dim
-        return 8 * self._size**2 + heads * (2 * self._size + inside + 4 * self.head_dim**2)
+        return 8 * self._size**2 + heads * (2 * self._size + flops_per_head(length, self.head_dim, self.head_dim))

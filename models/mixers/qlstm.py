@@ -67,15 +67,12 @@ class QLSTM(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
-
-        The state is "recurrent" [batch, hidden_size] in float32; with cu_seqlens one row per segment.
-        """
-        forget = to_accumulation_dtype(self.forget_proj(x))
+        """Compute the layer. The state is "recurrent" [batch, hidden_size] in float32."""
+        forget_logits = to_accumulation_dtype(self.forget_proj(x))
         if self.log_exponent is None:
-            log_decay = F.logsigmoid(forget)
+            log_decay = F.logsigmoid(forget_logits)
         else:
-            log_decay = -to_accumulation_dtype(self.log_exponent).exp() * F.softplus(forget)
+            log_decay = -to_accumulation_dtype(self.log_exponent).exp() * F.softplus(forget_logits)
         update = self.update_proj(x)
         v = to_accumulation_dtype(self.input_proj(x)).sigmoid() * to_accumulation_dtype(update)
         log_decay, v = without_padding(mask, log_decay, v)

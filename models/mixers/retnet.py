@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers.embedding import token_positions
 from ..layers.gated_norm import gated_head_norm
 from ..layers.projections import head_indices, linear
-from ..operators.gla.gated_linear_attention import gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, option, require_at_least, require_divisor, require_positive
 from ..precision import to_accumulation_dtype
@@ -73,8 +73,8 @@ class RetNet(nn.Module):
     @staticmethod
     def check(config: ModelShape, options: RetNetOptions) -> None:
         """Raise ValueError if a head has an odd number of channels, which rotation in pairs excludes."""
-        what = "the pairs of channels that retnet rotates, model.hidden_size / 2"
-        require_divisor("model.num_heads", config.num_heads, what, config.hidden_size / 2)
+        pairs_name = "the pairs of channels that retnet rotates, model.hidden_size / 2"
+        require_divisor("model.num_heads", config.num_heads, pairs_name, config.hidden_size / 2)
 
     def forward(
         self,
@@ -84,10 +84,10 @@ class RetNet(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
         The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32 and "position" [batch] int, the
-        tokens seen; with cu_seqlens one row per segment.
+        tokens seen.
         """
         state = state or {}
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim_k)) for proj in (self.q_proj, self.k_proj))
@@ -114,7 +114,7 @@ class RetNet(nn.Module):
         """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
         projections = (4 + 6 * self.options.expand_v) * size * size
-        return projections + size // dim_k * (min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v)
+        return projections + size // dim_k * flops_per_head(length, dim_k, dim_v)
 
 
 def _rotate(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:

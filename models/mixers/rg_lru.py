@@ -87,11 +87,7 @@ class RGLRU(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
-
-        The state is "recurrent" [batch, width] in float32 and "conv" [batch, kernel - 1, width]; with cu_seqlens one row
-        per segment.
-        """
+        """Compute the layer. The state is "recurrent" [batch, width] in float32 and "conv" [batch, kernel - 1, width]."""
         state = state or {}
         u, history = self.conv(self.x_proj(x), mask, cu_seqlens, state.get("conv"), return_state)
         decay_gate = _block_diagonal(u, self.decay_gate_weight, self.decay_gate_bias)

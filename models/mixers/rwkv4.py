@@ -93,11 +93,10 @@ class RWKV4(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
-        The state is "shift" [batch, hidden_size], the last input, and "recurrent" [batch, 3, hidden_size] in float32. Its
-        third row is the largest log weight m; the first two are numerator and denominator divided by exp(m). With
-        cu_seqlens one row per segment.
+        The state is "shift" [batch, hidden_size], the last input, and "recurrent" [batch, 3, hidden_size] in float32.
+        Its third row is the largest log weight m; the first two are numerator and denominator divided by exp(m).
         """
         state = state or {}
         shifted, shift = token_shift(x, mask, cu_seqlens, state.get("shift"))
@@ -204,10 +203,10 @@ def _incoming_sums(
             larger = torch.maximum(largest - total_, m_)
         decay, factor = (largest - total_ - larger).exp(), (m_ - larger).exp()
         above, below, largest = decay * above + factor * numerator_, decay * below + factor * denominator_, larger
-    before = torch.cat([torch.zeros_like(total), decayed[:, :-1]], 1)
+    shift_state = torch.cat([torch.zeros_like(total), decayed[:, :-1]], 1)
     if segments is not None:
-        before = torch.where(segments.from_left[None, :, None], before, none)
-    return largest - before, above, below
+        shift_state = torch.where(segments.from_left[None, :, None], shift_state, none)
+    return largest - shift_state, above, below
 
 
 def _running_maximum(k: Tensor, step: Tensor, largest: Tensor, cu_seqlens: Tensor | None) -> Tensor:

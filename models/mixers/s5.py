@@ -86,11 +86,7 @@ class S5(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
-
-        The state is "recurrent" [batch, states, 2] in float32, real and imaginary parts; with cu_seqlens one row per
-        segment.
-        """
+        """Compute the layer. The state is "recurrent" [batch, states, 2] in float32, real and imaginary parts."""
         u = self.b_proj(x)
         v = (
             torch.view_as_complex(to_accumulation_dtype(u).unflatten(-1, (-1, 2)).contiguous())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layers.embedding import token_positions
 from ..layers.projections import head_indices, linear
-from ..operators.gla.gated_linear_attention import gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import ModelShape, option
 from ..precision import to_accumulation_dtype
@@ -77,10 +77,10 @@ class TransNormer(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
+        """Compute the layer.
 
         The state is "recurrent" [batch, heads, 2 head_dim, head_dim] in float32 and "position" [batch] int, the tokens
-        seen (without the phase: head_dim instead of 2 head_dim); with cu_seqlens one row per segment.
+        seen (without the phase: head_dim instead of 2 head_dim).
         """
         state = state or {}
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -109,5 +109,4 @@ class TransNormer(nn.Module):
         """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         dim_v = self.head_dim
         dim_k = dim_v if self.theta is None else 2 * dim_v
-        recurrent = min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v
-        return 10 * self._size**2 + self._size // dim_v * recurrent
+        return 10 * self._size**2 + self._size // dim_v * flops_per_head(length, dim_k, dim_v)

@@ -18,9 +18,9 @@ def sum_after(log_decay: Tensor, dim: int) -> Tensor:
     length = log_decay.shape[dim]
     if length == 0:
         return log_decay
-    later = log_decay.narrow(dim, 1, length - 1).flip(dim)
+    reversed_decay = log_decay.narrow(dim, 1, length - 1).flip(dim)
     none = torch.zeros_like(log_decay.narrow(dim, 0, 1))
-    return torch.cat([none, later], dim).cumsum(dim).flip(dim)
+    return torch.cat([none, reversed_decay], dim).cumsum(dim).flip(dim)
 
 
 def running_sum(x: Tensor, dim: int) -> Tensor:
@@ -29,22 +29,22 @@ def running_sum(x: Tensor, dim: int) -> Tensor:
     The sum has two levels, chunks and sums over chunks in double precision. The error is that of a short sum. A GPU, which
     sums along `dim` with one thread per column, has more columns.
     """
-    inside, before = _two_levels(x, dim)
-    return (inside + before.to(x.dtype)).flatten(dim, dim + 1).narrow(dim, 0, x.shape[dim])
+    inside, preceding = _two_levels(x, dim)
+    return (inside + preceding.to(x.dtype)).flatten(dim, dim + 1).narrow(dim, 0, x.shape[dim])
 
 
 def decay_from_start(log_decay: Tensor, dim: int) -> Tensor:
     """Return out_i = exp(sum of log_decay_t over t <= i) along `dim`, as `running_sum`; real or complex."""
-    inside, before = _two_levels(log_decay, dim)
-    factor = inside.exp() * before.exp().to(log_decay.dtype)
+    inside, preceding = _two_levels(log_decay, dim)
+    factor = inside.exp() * preceding.exp().to(log_decay.dtype)
     return factor.flatten(dim, dim + 1).narrow(dim, 0, log_decay.shape[dim])
 
 
 def decay_to_end(log_decay: Tensor, dim: int) -> Tensor:
     """Return out_i = exp(sum of log_decay_t over t > i) along `dim`, as `running_sum`; real or complex."""
-    later = log_decay.narrow(dim, 1, log_decay.shape[dim] - 1).flip(dim)
+    reversed_decay = log_decay.narrow(dim, 1, log_decay.shape[dim] - 1).flip(dim)
     none = torch.zeros_like(log_decay.narrow(dim, 0, 1))
-    return decay_from_start(torch.cat([none, later], dim), dim).flip(dim)
+    return decay_from_start(torch.cat([none, reversed_decay], dim), dim).flip(dim)
 
 
 def _two_levels(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -56,8 +56,10 @@ def _two_levels(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         x = torch.cat([x, x.new_zeros(shape)], dim)
     inside = x.unflatten(dim, (-1, _CHUNK)).cumsum(dim + 1)
     totals = inside.narrow(dim + 1, _CHUNK - 1, 1)
-    before = torch.cat([torch.zeros_like(totals.narrow(dim, 0, 1)), totals.narrow(dim, 0, totals.shape[dim] - 1)], dim)
-    return inside, before.cumsum(dim, dtype=torch.complex128 if x.is_complex() else torch.float64)
+    preceding = torch.cat(
+        [torch.zeros_like(totals.narrow(dim, 0, 1)), totals.narrow(dim, 0, totals.shape[dim] - 1)], dim
+    )
+    return inside, preceding.cumsum(dim, dtype=torch.complex128 if x.is_complex() else torch.float64)
 
 
 def pairwise_decay(log_decay: Tensor, dim: int) -> Tensor:

@@ -56,29 +56,29 @@ def real_bounds(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(first < ends, first, starts), torch.maximum(behind[ends], starts)
 
 
-def previous(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def previous(x: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """Return x_{t-1} of the same sequence, in x's shape [batch, length, channels].
 
-    before: [batch or segments, channels], the value before the first token of every sequence; zero if None.
+    initial: [batch or segments, channels], the value before the first token of every sequence; zero if None.
     """
     if x.shape[1] == 0:
         return x
     shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
     if cu_seqlens is None:
-        return shifted if before is None else torch.cat([before.to(x.dtype).unsqueeze(1), x[:, :-1]], 1)
+        return shifted if initial is None else torch.cat([initial.to(x.dtype).unsqueeze(1), x[:, :-1]], 1)
     segment, first = segment_starts(cu_seqlens, x.shape[1])
-    start = x.new_zeros(()) if before is None else before.to(x.dtype)[segment]
+    start = x.new_zeros(()) if initial is None else initial.to(x.dtype)[segment]
     return torch.where(first.unsqueeze(-1), start, shifted)
 
 
-def last(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return x of the last token of every sequence, [batch or segments, channels]; `before` where a sequence is empty."""
+def last(x: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return x of the last token of every sequence, [batch or segments, channels]; `initial` where a sequence is empty."""
     if cu_seqlens is None:
         if x.shape[1]:
             return x[:, -1]
-        return x.new_zeros(x.shape[0], x.shape[2]) if before is None else before.to(x.dtype)
+        return x.new_zeros(x.shape[0], x.shape[2]) if initial is None else initial.to(x.dtype)
     empty = (cu_seqlens.diff() == 0).unsqueeze(-1)
-    start = x.new_zeros(len(empty), x.shape[2]) if before is None else before.to(x.dtype)
+    start = x.new_zeros(len(empty), x.shape[2]) if initial is None else initial.to(x.dtype)
     if x.shape[1] == 0:
         return start
     return torch.where(empty, start, x[0, (cu_seqlens[1:].long() - 1).clamp_min(0)])

@@ -21,14 +21,14 @@ def supports_convolution(x: Tensor, weight: Tensor) -> bool:
     return fits and _shared_object(x, weight, True) is not None
 
 
-def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+def causal_convolution(previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     """Return the convolution in x's shape [batch, length, channels].
 
-    before: [batch, kernel - 1, channels], the inputs before x, or None for zeros. weight: [channels, kernel].
+    previous: [batch, kernel - 1, channels], the inputs before x, or None for zeros. weight: [channels, kernel].
     """
-    if before is None:
-        before = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[2])
-    return _Convolution.apply(before, x, weight, silu)
+    if previous is None:
+        previous = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[2])
+    return _Convolution.apply(previous, x, weight, silu)
 
 
 def _shared_object(x: Tensor, weight: Tensor, silu: bool) -> ctypes.CDLL | None:
@@ -38,20 +38,24 @@ def _shared_object(x: Tensor, weight: Tensor, silu: bool) -> ctypes.CDLL | None:
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-        before, x, taps = before.contiguous(), x.contiguous(), weight.float().t().contiguous()
-        ctx.save_for_backward(before, x, weight)
+    def forward(ctx: Any, previous: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+        previous, x, taps = previous.contiguous(), x.contiguous(), weight.float().t().contiguous()
+        ctx.save_for_backward(previous, x, weight)
         ctx.silu = silu
         y = torch.empty_like(x)
-        run(_shared_object(x, weight, silu), "forward", before, x, taps, y, *x.shape)
+        run(_shared_object(x, weight, silu), "forward", previous, x, taps, y, *x.shape)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        before, x, weight = ctx.saved_tensors
+        previous, x, weight = ctx.saved_tensors
         taps = weight.float().t().contiguous()
-        d_before, dx, d_taps = torch.empty_like(before), torch.empty_like(x), taps.new_empty(x.shape[0], *taps.shape)
+        d_previous, dx, d_taps = (
+            torch.empty_like(previous),
+            torch.empty_like(x),
+            taps.new_empty(x.shape[0], *taps.shape),
+        )
         compiled = _shared_object(x, weight, ctx.silu)
-        run(compiled, "backward", before, x, taps, dy.contiguous(), d_before, dx, d_taps, *x.shape)
-        return d_before, dx, d_taps.sum(0).t().to(weight.dtype), None
+        run(compiled, "backward", previous, x, taps, dy.contiguous(), d_previous, dx, d_taps, *x.shape)
+        return d_previous, dx, d_taps.sum(0).t().to(weight.dtype), None

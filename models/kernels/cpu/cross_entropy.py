@@ -23,11 +23,7 @@ def supports_cross_entropy(hidden: Tensor, weight: Tensor) -> bool:
 def row_statistics(
     logits: Tensor, bias: Tensor | None, label: Tensor, first: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return four statistics of each row of z = logits + bias: max_j z_j, its first index, sum_j exp(z_j - max), z[label].
-
-    logits: [rows, vocab], bias: [vocab] or None, contiguous. label: int64 [rows], 0 <= label < vocab, not checked.
-    first: False returns None instead of the index. The results are float32 [rows], the index int64.
-    """
+    """Return the statistics of `models.kernels.cross_entropy.row_statistics`."""
     largest, mass, chosen = logits.new_empty(3, len(logits), dtype=torch.float32)
     best = torch.empty(len(logits), dtype=torch.int64) if first else None
     compiled, bias = shared_object("cross_entropy", logits.dtype), None if bias is None else bias.float()
@@ -36,10 +32,7 @@ def row_statistics(
 
 
 def gradient_in_place(logits: Tensor, bias: Tensor | None, label: Tensor, log_sum: Tensor, weight: Tensor) -> None:
-    """Replace logits by weight (exp(z - log_sum) - [j == label]) with z = logits + bias.
-
-    log_sum, weight: float32 [rows]; label: int64 [rows], negative if the label is in another vocabulary shard.
-    """
+    """Compute `models.kernels.cross_entropy.gradient_in_place`."""
     bias = None if bias is None else bias.float()
     rows = [x.contiguous() for x in (label, log_sum, weight)]
     run(shared_object("cross_entropy", logits.dtype), "gradient", logits, bias, *rows, *logits.shape)

@@ -15,18 +15,18 @@ from __future__ import annotations
 from ..launch import tl, triton
 from .tiles import (
     chunk_of,
-    clamped,
+    clamp_to_base_2,
     load,
-    load_apart,
+    load_strided,
     load_triangle,
-    of_gate,
+    logit_gradient,
     place,
-    place_apart,
+    place_strided,
     references,
     running_sum,
     state_at,
     store,
-    store_apart,
+    store_strided,
 )
 
 
@@ -54,12 +54,12 @@ def chunk_output_forward_kernel(
     t = start + row
     # All loads come first: a load between two matmuls is not overlapped. Loads that move between threads are the last ones.
     decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
-    reached = load_triangle(triangle, C)
+    triangle_tile = load_triangle(triangle, C)
     value = load(place(v, bh, T, H, V), t, cv, end, H, V, BV, EVEN).to(rounded)
     state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
     query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
     key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    until = running_sum(clamped(decay), reached, False, exact)
+    until = running_sum(clamp_to_base_2(decay), triangle_tile, False, exact)
     total = tl.sum(tl.where((row == C - 1)[:, None], until, 0.0), 0)
     fits = (tl.min(total, 0) >= -MATMUL_LIMIT).to(tl.int32)
     near_q, near_k = references(total, fits)
@@ -88,26 +88,26 @@ def chunk_output_backward_kernel(
     n, bh = tl.program_id(0), tl.program_id(1)
     row, ck, cv = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     v, do = place(v, bh, T, H, V), place(do, bh, T, H, V)
-    dq, dk = place_apart(dq, bh, T, H, K, STRIDE_K), place_apart(dk, bh, T, H, K, STRIDE_K)
-    dv, dg = place_apart(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
+    dq, dk = place_strided(dq, bh, T, H, K, STRIDE_K), place_strided(dk, bh, T, H, K, STRIDE_K)
+    dv, dg = place_strided(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
     start, end = chunk_of(table, n, T, C, PACKED)
     if start == end:
         return
     t = start + row
     # As forward. The first block of values is loaded once; most heads have no second one.
     decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
-    reached = load_triangle(triangle, C)
+    triangle_tile = load_triangle(triangle, C)
     value = load(v, t, cv, end, H, V, BV, EVEN).to(rounded)
     grad = load(do, t, cv, end, H, V, BV, EVEN).to(rounded)
     d_state = _load_state(d_states, bh * N + n, ck, cv, K, V, EVEN)
     state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
     query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
     key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    decay = clamped(decay)
+    decay = clamp_to_base_2(decay)
     passing = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
 
     total = tl.sum(decay, 0)
-    until = running_sum(decay, reached, False, exact)
+    until = running_sum(decay, triangle_tile, False, exact)
     # The decision of the forward pass, which `exact_form.py` also reads.
     fits = 1 - tl.load(needs_exact + bh * N + n)
     near_q, near_k = references(total, fits)
@@ -126,7 +126,7 @@ def chunk_output_backward_kernel(
     d_value = _begun(dv, t, cv, end, LAYER, C, BV, STRIDE_V, V, EVEN)
     d_value = tl.dot(reach, d_state, d_value, input_precision=PRECISION)
     d_value = tl.dot(a, grad, d_value, input_precision=PRECISION)
-    store_apart(dv, d_value, t + zero, cv, end, STRIDE_V, V, EVEN)
+    store_strided(dv, d_value, t + zero, cv, end, STRIDE_V, V, EVEN)
     d_key = tl.dot(value, tl.trans(d_state), input_precision=PRECISION)
     da_chunk = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
     for block in tl.static_range(BV, V, BV):
@@ -140,7 +140,7 @@ def chunk_output_backward_kernel(
         d_value = _begun(dv, t, d, end, LAYER, C, BV, STRIDE_V, V, EVEN)
         d_value = tl.dot(reach, other_state, d_value, input_precision=PRECISION)
         d_value = tl.dot(a, other_grad, d_value, input_precision=PRECISION)
-        store_apart(dv, d_value, t, d, end, STRIDE_V, V, EVEN)
+        store_strided(dv, d_value, t, d, end, STRIDE_V, V, EVEN)
         d_key = tl.dot(other, tl.trans(other_state), d_key, input_precision=PRECISION)
         da_chunk = tl.dot(other, tl.trans(other_grad), da_chunk, input_precision=PRECISION)
     d_key *= to_end
@@ -153,7 +153,7 @@ def chunk_output_backward_kernel(
         share, weight = _share(d_strength, aug_weight, bh, t + zero, end, fits, scale, ck, T, H, K)
         d_key += (query.to(tl.float32) * share[:, None]) * weight[None, :]
     d_key *= tl.exp2(-(until - near_k[None, :]))
-    store_apart(dk, d_key, t, ck, end, STRIDE_K, K, EVEN)
+    store_strided(dk, d_key, t, ck, end, STRIDE_K, K, EVEN)
 
     d_query = tl.dot(grad, tl.trans(state), input_precision=PRECISION)
     da_chunk = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
@@ -173,15 +173,15 @@ def chunk_output_backward_kernel(
         d_query += (key.to(tl.float32) * weight[None, :]) * share[:, None]
     # Another expression than above, so that the compiler does not hold the earlier exponentials in registers.
     d_query *= tl.exp2(-(near_q[None, :] - until)) * scale
-    store_apart(dq, d_query, t, ck, end, STRIDE_K, K, EVEN)
-    d_decay = running_sum(d_decay, tl.trans(reached), True, exact) + d_total[None, :]
+    store_strided(dq, d_query, t, ck, end, STRIDE_K, K, EVEN)
+    d_decay = running_sum(d_decay, tl.trans(triangle_tile), True, exact) + d_total[None, :]
     if LAYER:
         if fits == 1:
             # Load dk from the cache, where this program stored it: it does not fit in registers until here.
             tl.debug_barrier()
-            decay = clamped(load(place(g, bh, T, H, K), t + zero, ck, end, H, K, BK, EVEN))
-            d_key = load_apart(dk, t + zero, ck, end, STRIDE_K, K, EVEN).to(tl.float32)
-            store_apart(dk, of_gate(d_decay, d_key, decay), t + zero, ck, end, STRIDE_K, K, EVEN)
+            decay = clamp_to_base_2(load(place(g, bh, T, H, K), t + zero, ck, end, H, K, BK, EVEN))
+            d_key = load_strided(dk, t + zero, ck, end, STRIDE_K, K, EVEN).to(tl.float32)
+            store_strided(dk, logit_gradient(d_decay, d_key, decay), t + zero, ck, end, STRIDE_K, K, EVEN)
         else:
             # `exact_form.py` completes them.
             store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
@@ -196,7 +196,7 @@ def _begun(
 ):  # fmt: skip
     """Return the float32 tile to accumulate on: the content of dv, or zeros."""
     if LAYER:
-        return load_apart(dv, t, d, end, STRIDE, V, EVEN).to(tl.float32)
+        return load_strided(dv, t, d, end, STRIDE, V, EVEN).to(tl.float32)
     else:
         return tl.zeros([C, BV], tl.float32)
 

@@ -8,7 +8,7 @@ incoming state of each split to its states.
 from __future__ import annotations
 
 from ..launch import tl, triton
-from .tiles import chunk_of, clamped, in_two, load, load_triangle, place, state_at
+from .tiles import chunk_of, clamp_to_base_2, load, load_triangle, place, split_float32, state_at
 
 
 @triton.jit
@@ -34,49 +34,49 @@ def chunk_states_kernel(
         state = tl.load(state_at(edge, bh, ck, cv, V, K), mask=inside & first, other=0.0)
     through = tl.zeros([BK], tl.float32)
     # Backward: sums over the tokens up to each. Forward: over the tokens after each.
-    reached = load_triangle(triangle, C, not BACKWARD)
+    triangle_tile = load_triangle(triangle, C, not BACKWARD)
     if BACKWARD:
-        reached = tl.trans(reached)
+        triangle_tile = tl.trans(triangle_tile)
     for step in range(0, count):
         n = begin + (count - 1 - step if BACKWARD else step)
         start, end = chunk_of(table, n, T, C, PACKED)
         if PACKED:
             # The initial state enters at a sequence's first chunk, and the final state leaves at its last; backward reversed.
             sequence, flags = tl.load(table + n * 4 + 2), tl.load(table + n * 4 + 3)
-            comes, goes = flags & 1, flags & 2
+            enters, leaves = flags & 1, flags & 2
             if BACKWARD:
-                comes, goes = flags & 2, flags & 1
+                enters, leaves = flags & 2, flags & 1
             at = sequence * H + bh % H
-            state = tl.where(comes != 0, 0.0, state)
-            through = tl.where(comes != 0, -float("inf"), through)
+            state = tl.where(enters != 0, 0.0, state)
+            through = tl.where(enters != 0, -float("inf"), through)
             if EDGE:
-                state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & (comes != 0), other=0.0)
-        here = state_at(states, bh * N + n, ck, cv, V, K)
+                state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & (enters != 0), other=0.0)
+        address = state_at(states, bh * N + n, ck, cv, V, K)
         if EVEN:
-            tl.store(here, state.to(states.dtype.element_ty))
+            tl.store(address, state.to(states.dtype.element_ty))
         else:
-            tl.store(here, state.to(states.dtype.element_ty), mask=inside)
+            tl.store(address, state.to(states.dtype.element_ty), mask=inside)
         t = start + row
-        decay = clamped(load(g, t, ck, end, H, K, BK, EVEN, True))
+        decay = clamp_to_base_2(load(g, t, ck, end, H, K, BK, EVEN, True))
         total = tl.sum(decay, 1)
         if exact:
             exponent = tl.cumsum(decay, 1) if BACKWARD else tl.cumsum(decay, 1, reverse=True) - decay
         else:
-            high, low = in_two(decay)
-            exponent = tl.dot(low, reached, tl.dot(high, reached))
+            high, low = split_float32(decay)
+            exponent = tl.dot(low, triangle_tile, tl.dot(high, triangle_tile))
         weight = tl.exp2(exponent) * scale
         weighted = (load(x, t, ck, end, H, K, BK, EVEN, True).to(tl.float32) * weight).to(rounded)
         value = load(y, t, cv, end, H, V, BV, EVEN).to(rounded)
         state = tl.dot(weighted, value, state * tl.exp2(total)[:, None], input_precision=PRECISION)
         if CUT:
             # Only the first block of values stores. The stores of the others are masked: a branch would end the pipeline.
-            place_of, own = between + (bh * N + n) * ((1 + PACKED) * K) + ck, (ck < K) & (bv == 0)
-            tl.store(place_of, through, mask=own)
+            place_of, local = between + (bh * N + n) * ((1 + PACKED) * K) + ck, (ck < K) & (bv == 0)
+            tl.store(place_of, through, mask=local)
             if PACKED:
-                tl.store(place_of + K, through + total, mask=own)
+                tl.store(place_of + K, through + total, mask=local)
             through += total
         if PACKED and LEAVE:
-            tl.store(state_at(leave, at, ck, cv, V, K), state, mask=inside & (goes != 0))
+            tl.store(state_at(leave, at, ck, cv, V, K), state, mask=inside & (leaves != 0))
     if LEAVE and not PACKED:
         at_end = (begin == 0 if BACKWARD else begin + count == N) & (count > 0)
         tl.store(state_at(leave, bh, ck, cv, V, K), state, mask=inside & at_end)
@@ -110,11 +110,11 @@ def merge_splits_kernel(
     ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
     inside = (ck < K)[:, None] & (cv < V)[None, :]
     begin, count = _split_bounds(table, split, N, S, PACKED)
-    before = S - 1 - split if BACKWARD else split
+    preceding = S - 1 - split if BACKWARD else split
     last = tl.minimum(group * GROUP + GROUP, count)
-    if (before > 0) & (group * GROUP < last):
+    if (preceding > 0) & (group * GROUP < last):
         state = tl.zeros([BK, BV], tl.float32)
-        for step in range(0, before):
+        for step in range(0, preceding):
             at = bh * S + (S - 1 - step if BACKWARD else step)
             decay = tl.load(decays + at * K + ck, mask=ck < K, other=0.0)
             state *= tl.exp2(decay)[:, None]
@@ -122,25 +122,25 @@ def merge_splits_kernel(
         next_state = tl.load(state_at(states, bh * N + begin + group * GROUP, ck, cv, V, K), mask=inside, other=0.0)
         for step in range(group * GROUP, last):
             n = begin + step
-            own = next_state.to(tl.float32)
+            local = next_state.to(tl.float32)
             # Prefetch for the next iteration.
-            there = inside & (step + 1 < last)
-            next_state = tl.load(state_at(states, bh * N + n + 1, ck, cv, V, K), mask=there, other=0.0)
+            prefetched = inside & (step + 1 < last)
+            next_state = tl.load(state_at(states, bh * N + n + 1, ck, cv, V, K), mask=prefetched, other=0.0)
             place_of = between + (bh * N + n) * ((1 + PACKED) * K) + ck
             decay = tl.load(place_of, mask=ck < K, other=-float("inf"))
             # A packed sequence that begins in this split has no incoming state.
             if tl.max(decay, 0) != -float("inf"):
-                here = state_at(states, bh * N + n, ck, cv, V, K)
-                tl.store(here, (own + state * tl.exp2(decay)[:, None]).to(states.dtype.element_ty), mask=inside)
+                address = state_at(states, bh * N + n, ck, cv, V, K)
+                tl.store(address, (local + state * tl.exp2(decay)[:, None]).to(states.dtype.element_ty), mask=inside)
                 if LEAVE:
-                    of, goes = bh, n == (0 if BACKWARD else N - 1)
+                    of, leaves = bh, n == (0 if BACKWARD else N - 1)
                     behind = decays + (bh * S + split) * K + ck
                     if PACKED:
                         behind = place_of + K
                         of = tl.load(table + n * 4 + 2) * H + bh % H
-                        goes = (tl.load(table + n * 4 + 3) & (1 if BACKWARD else 2)) != 0
+                        leaves = (tl.load(table + n * 4 + 3) & (1 if BACKWARD else 2)) != 0
                     decay = tl.load(behind, mask=ck < K, other=0.0)
                     final = state_at(leave, of, ck, cv, V, K)
-                    reaching = inside & goes
+                    reaching = inside & leaves
                     own_final = tl.load(final, mask=reaching, other=0.0)
                     tl.store(final, own_final + state * tl.exp2(decay)[:, None], mask=reaching)

@@ -9,14 +9,24 @@ block at a time.
 from __future__ import annotations
 
 from ..launch import tl, triton
-from .tiles import chunk_of, clamped, load, load_apart, of_gate, place, place_apart, store, store_apart
+from .tiles import (
+    chunk_of,
+    clamp_to_base_2,
+    load,
+    load_strided,
+    logit_gradient,
+    place,
+    place_strided,
+    store,
+    store_strided,
+)
 
 
 @triton.jit
 def _next(decay, g, t, row, offset, ck, end, H, K: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
     """Return the sums over j < t <= i, j the token `offset` of i's block, from those of the token after j."""
     later = load(g, t - row % SUB + offset + 1, ck, end, H, K, BK, False)
-    return decay + tl.where((row % SUB > offset)[:, None], clamped(later), 0.0)
+    return decay + tl.where((row % SUB > offset)[:, None], clamp_to_base_2(later), 0.0)
 
 
 @triton.jit
@@ -28,13 +38,13 @@ def _blocks(decay, C: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
 
 
 @triton.jit
-def _apart(query, key, until, decay, row, block, SUB: tl.constexpr):
+def _across_blocks(query, key, until, decay, row, block, SUB: tl.constexpr):
     """Return queries of this block and keys of earlier ones, relative to the block's first token, and their factors."""
     reference = tl.sum(tl.where((row < block * SUB)[:, None], decay, 0.0), 0)[None, :]
-    here = (row // SUB == block)[:, None]
-    before = (row < block * SUB)[:, None]
-    growth = tl.where(here, tl.exp2(tl.minimum(until - reference, 0.0)), 0.0)
-    shrink = tl.where(before, tl.exp2(tl.minimum(reference - until, 0.0)), 0.0)
+    in_block = (row // SUB == block)[:, None]
+    in_earlier = (row < block * SUB)[:, None]
+    growth = tl.where(in_block, tl.exp2(tl.minimum(until - reference, 0.0)), 0.0)
+    shrink = tl.where(in_earlier, tl.exp2(tl.minimum(reference - until, 0.0)), 0.0)
     return query * growth, key * shrink, growth, shrink
 
 
@@ -74,7 +84,7 @@ def _forward_of(
     t = start + row
     query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
     key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
-    decay = clamped(load(g, t, ck, end, H, K, BK, False))
+    decay = clamp_to_base_2(load(g, t, ck, end, H, K, BK, False))
     near, least = _blocks(decay, C, BK, SUB)
     a = tl.zeros([C, C], tl.float32)
     if least >= -MATMUL_LIMIT:
@@ -92,7 +102,7 @@ def _forward_of(
             a = tl.where((row[None, :] == column[:, None]) & (row >= column)[:, None], score[:, None], a)
     until = tl.cumsum(decay, 0)
     for block in range(1, C // SUB):
-        near_q, near_k, _growth, _shrink = _apart(query, key, until, decay, row, block, SUB)
+        near_q, near_k, _growth, _shrink = _across_blocks(query, key, until, decay, row, block, SUB)
         a += tl.dot(near_q.to(rounded), tl.trans(near_k.to(rounded)), input_precision=PRECISION)
     for block in range(0, V, BV):
         d = block + cv
@@ -129,9 +139,9 @@ def _backward_of(
     rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
     ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     q, k, g = place(q, bh, T, H, K), place(k, bh, T, H, K), place(g, bh, T, H, K)
-    dq, dk = place_apart(dq, bh, T, H, K, STRIDE_K), place_apart(dk, bh, T, H, K, STRIDE_K)
+    dq, dk = place_strided(dq, bh, T, H, K, STRIDE_K), place_strided(dk, bh, T, H, K, STRIDE_K)
     v, do = place(v, bh, T, H, V), place(do, bh, T, H, V)
-    dv, dg = place_apart(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
+    dv, dg = place_strided(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
     start, end = chunk_of(table, n, T, C, PACKED)
     t = start + row
     da = tl.zeros([C, C], tl.float32)
@@ -142,7 +152,7 @@ def _backward_of(
     query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
     key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
     raw = load(g, t, ck, end, H, K, BK, False)
-    decay = clamped(raw)
+    decay = clamp_to_base_2(raw)
     near, least = _blocks(decay, C, BK, SUB)
     a = tl.zeros([C, C], tl.float32)
     d_query = tl.zeros([C, BK], tl.float32)
@@ -178,23 +188,23 @@ def _backward_of(
         d_decay = query * d_query - key * d_key
     until = tl.cumsum(decay, 0)
     for block in range(1, C // SUB):
-        near_q, near_k, growth, shrink = _apart(query, key, until, decay, row, block, SUB)
+        near_q, near_k, growth, shrink = _across_blocks(query, key, until, decay, row, block, SUB)
         near_q, near_k = near_q.to(rounded), near_k.to(rounded)
         a += tl.dot(near_q, tl.trans(near_k), input_precision=PRECISION)
-        apart = (row // SUB == block)[:, None] & (row < block * SUB)[None, :]
-        da_apart = tl.where(apart, da, 0.0).to(rounded)
-        d_apart = tl.dot(da_apart, near_k, input_precision=PRECISION)
-        d_decay += near_q.to(tl.float32) * d_apart
-        d_query += d_apart * growth
-        d_apart = tl.trans(tl.dot(tl.trans(near_q), da_apart, input_precision=PRECISION))
-        d_decay -= near_k.to(tl.float32) * d_apart
-        d_key += d_apart * shrink
+        across = (row // SUB == block)[:, None] & (row < block * SUB)[None, :]
+        da_across = tl.where(across, da, 0.0).to(rounded)
+        d_across = tl.dot(da_across, near_k, input_precision=PRECISION)
+        d_decay += near_q.to(tl.float32) * d_across
+        d_query += d_across * growth
+        d_across = tl.trans(tl.dot(tl.trans(near_q), da_across, input_precision=PRECISION))
+        d_decay -= near_k.to(tl.float32) * d_across
+        d_key += d_across * shrink
     for block in range(0, V, BV):
         d = block + cv
         grad = load(do, t, d, end, H, V, BV, False).to(rounded)
         d_value = tl.trans(tl.dot(tl.trans(grad), a.to(rounded), input_precision=PRECISION))
-        d_value += load_apart(dv, t, d, end, STRIDE_V, V, False).to(tl.float32)
-        store_apart(dv, d_value, t, d, end, STRIDE_V, V, False)
+        d_value += load_strided(dv, t, d, end, STRIDE_V, V, False).to(tl.float32)
+        store_strided(dv, d_value, t, d, end, STRIDE_V, V, False)
     d_decay = tl.cumsum(d_decay, 0, reverse=True)
     d_decay += load(dg, t, ck, end, H, K, BK, False)
     d_decay = tl.where(raw < -80.0, 0.0, d_decay)
@@ -204,11 +214,11 @@ def _backward_of(
         share *= tl.load(aug_weight + bh % H * K + ck, mask=ck < K, other=0.0).to(tl.float32)[None, :]
         d_query += key * share
         d_key += query * share * (1.0 / scale)
-    d_query += load_apart(dq, t, ck, end, STRIDE_K, K, False).to(tl.float32)
-    store_apart(dq, d_query, t, ck, end, STRIDE_K, K, False)
-    d_key += load_apart(dk, t, ck, end, STRIDE_K, K, False).to(tl.float32)
+    d_query += load_strided(dq, t, ck, end, STRIDE_K, K, False).to(tl.float32)
+    store_strided(dq, d_query, t, ck, end, STRIDE_K, K, False)
+    d_key += load_strided(dk, t, ck, end, STRIDE_K, K, False).to(tl.float32)
     if LAYER:
-        store_apart(dk, of_gate(d_decay, d_key, decay), t, ck, end, STRIDE_K, K, False)
+        store_strided(dk, logit_gradient(d_decay, d_key, decay), t, ck, end, STRIDE_K, K, False)
     else:
-        store_apart(dk, d_key, t, ck, end, STRIDE_K, K, False)
+        store_strided(dk, d_key, t, ck, end, STRIDE_K, K, False)
         store(dg, d_decay, t, ck, end, H, K, BK, False)

@@ -343,21 +343,16 @@ def _state_launches(case: GLACase, backward: bool, edge: bool, leave: bool) -> t
 def chunk_launches(case: GLACase) -> tuple[Launch, Launch]:
     """Return the forward and the backward launch."""
     sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
-    (warps, registers), (backward_warps, backward_registers) = chunk_config(case)
+    options = {"num_warps": 4 if case.block_k <= 64 else 8, "num_stages": 1}
     forward = Launch(
         chunk_output_forward_kernel, (case.chunks, -(-case.dim_v // case.block_v), case.rows),
-        *sizes, CHUNK, MATMUL_LIMIT, *case.flags, num_warps=warps, num_stages=1, maxnreg=registers,
+        *sizes, CHUNK, MATMUL_LIMIT, *case.flags, **options,
     )  # fmt: skip
     backward = Launch(
-        chunk_output_backward_kernel, (case.chunks, case.rows), *sizes, CHUNK, *case.gradient_strides, case.layer, *case.flags,
-        num_warps=backward_warps, num_stages=1, maxnreg=backward_registers,
+        chunk_output_backward_kernel, (case.chunks, case.rows),
+        *sizes, CHUNK, *case.gradient_strides, case.layer, *case.flags, **options,
     )  # fmt: skip
     return forward, backward
-
-
-def chunk_config(case: GLACase) -> tuple[tuple[int, int | None], tuple[int, int | None]]:
-    """Return warps and the register limit per thread, forward and backward."""
-    return ((4, None), (4, None)) if case.block_k <= 64 else ((8, None), (8, None))
 
 
 @lru_cache(4096)

@@ -20,9 +20,9 @@ def find_chunks(cu_seqlens, table, N, SEQUENCES, C: tl.constexpr, BS: tl.constex
     end = tl.load(cu_seqlens + s + 1, mask=s < SEQUENCES, other=0).to(tl.int32)
     until = tl.cumsum((end - start + C - 1) // C, 0)
     total = tl.max(until, 0)
-    before = until[None, :] <= i[:, None]
-    sequence = tl.minimum(tl.sum(before.to(tl.int32), 1), SEQUENCES - 1)
-    first = tl.max(tl.where(before, until[None, :], 0), 1)
+    earlier = until[None, :] <= i[:, None]
+    sequence = tl.minimum(tl.sum(earlier.to(tl.int32), 1), SEQUENCES - 1)
+    first = tl.max(tl.where(earlier, until[None, :], 0), 1)
     begin, limit = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
     token = begin + (i - first) * C
     stop = tl.minimum(token + C, limit)
@@ -48,11 +48,11 @@ def chunk_of(table, n, T, C: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def place(x, bh, T, H, D):
     """Return the address of token 0 of batch element and head `bh` in x: [batch, T, H, D]."""
-    return place_apart(x, bh, T, H, D, H * D)
+    return place_strided(x, bh, T, H, D, H * D)
 
 
 @triton.jit
-def place_apart(x, bh, T, H, D, STRIDE):
+def place_strided(x, bh, T, H, D, STRIDE):
     """Return the same where a token begins STRIDE elements after the previous one."""
     return x + (bh // H).to(tl.int64) * T * STRIDE + bh % H * D
 
@@ -71,12 +71,12 @@ def load(x, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
 
 @triton.jit
 def store(x, value, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
-    store_apart(x, value, t, d, end, H * D, D, EVEN)
+    store_strided(x, value, t, d, end, H * D, D, EVEN)
 
 
 @triton.jit
-def load_apart(x, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
-    """Load a tile at an address of `place_apart`."""
+def load_strided(x, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
+    """Load a tile at an address of `place_strided`."""
     address = x + t[:, None] * STRIDE + d[None, :]
     if EVEN:
         return tl.load(address)
@@ -84,8 +84,8 @@ def load_apart(x, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store_apart(x, value, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
-    """Store a tile at an address of `place_apart`."""
+def store_strided(x, value, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
+    """Store a tile at an address of `place_strided`."""
     address = x + t[:, None] * STRIDE + d[None, :]
     if EVEN:
         tl.store(address, value.to(x.dtype.element_ty))
@@ -100,18 +100,18 @@ def state_at(x, i, ck, cv, V: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def clamped(x):
+def clamp_to_base_2(x):
     """Return a log decay to base 2, at least -80 to base e: exp(-80) is zero beside 1. nan stays."""
     return tl.maximum(x.to(tl.float32), -80.0, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634
 
 
 @triton.jit
-def of_gate(d_decay, d_key, decay):
+def logit_gradient(d_decay, d_key, decay):
     """Return da of a = logit(exp(16 g)), k = 1 - exp(g): (dg - dk exp(g)) (1 - exp(16 g)) / 16, with g to base 2."""
     x = decay * (16.0 * 0.6931471805599453)
     # 1 - exp(x) cancels for small x.
-    near = -x * (1.0 + x * (0.5 + x * (1.0 / 6.0)))
-    closed = tl.where(x > -0.03, near, 1.0 - tl.exp2(16.0 * decay))
+    small = -x * (1.0 + x * (0.5 + x * (1.0 / 6.0)))
+    closed = tl.where(x > -0.03, small, 1.0 - tl.exp2(16.0 * decay))
     return (d_decay - d_key * tl.exp2(decay)) * closed * 0.0625
 
 
@@ -123,7 +123,7 @@ def references(total, fits):
 
 
 @triton.jit
-def in_two(x):
+def split_float32(x):
     """Return float32 x as the sum of two bfloat16, to 16 bits."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
@@ -137,13 +137,13 @@ def load_triangle(triangle, C: tl.constexpr, BELOW: tl.constexpr = False):
 
 
 @triton.jit
-def running_sum(x, reached, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+def running_sum(x, triangle_tile, REVERSE: tl.constexpr, EXACT: tl.constexpr):
     """Return sums of x [C, :] over the rows up to (REVERSE: from) each; unless EXACT by tensor cores instead of a scan.
 
-    reached: of `load_triangle`, REVERSE: transposed.
+    triangle_tile: of `load_triangle`, transposed for REVERSE.
     """
     if EXACT:
         return tl.cumsum(x, 0, reverse=REVERSE)
     else:
-        high, low = in_two(x)
-        return tl.dot(reached, low, tl.dot(reached, high))
+        high, low = split_float32(x)
+        return tl.dot(triangle_tile, low, tl.dot(triangle_tile, high))

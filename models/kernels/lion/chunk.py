@@ -93,37 +93,26 @@ def backward(
 
 @lru_cache(4096)
 def _forward_launches(case: LionCase) -> tuple[Launch, Launch]:
-    size, largest, warps, registers = _config(case.dim_k, case.dim_v, case.dtype)
+    size, largest, registers = chunk_size(case.dtype), 64, None
+    if case.dtype == torch.bfloat16:
+        largest, registers = (64, 168) if max(case.dim_k, case.dim_v) <= 64 else (128, None)
     block_k, block_v = block(case.dim_k, largest), block(case.dim_v, largest)
     outputs = Launch(
         _lion_chunk_forward, (-(-case.length // size), -(-case.dim_v // block_v), case.batch * case.heads),
         *case.sizes(), case.dim_k, case.dim_v, block_k, block_v, size, *case.flags(),
-        num_warps=warps, num_stages=1, maxnreg=registers,
+        num_warps=4, num_stages=1, maxnreg=registers,
     )  # fmt: skip
     return running_sum(case, size), outputs
 
 
 @lru_cache(4096)
 def _backward_launch(case: LionCase) -> Launch:
-    size, largest, warps, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
+    size, largest = chunk_size(case.dtype), 64
     return Launch(
         _lion_chunk_backward, (-(-case.length // size), case.batch * case.heads),
         *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k, largest), block(case.dim_v, largest), size,
-        *case.flags(), num_warps=warps, num_stages=1, maxnreg=registers,
+        *case.flags(), num_warps=4, num_stages=1,
     )  # fmt: skip
-
-
-def _config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
-    """Return the tokens per chunk, the largest channels per tile, warps, and the register limit per thread."""
-    size = chunk_size(dtype)
-    if dtype != torch.bfloat16:
-        return size, 64, 4, None
-    return (size, 64, 4, 168) if max(dim_k, dim_v) <= 64 else (size, 128, 4, None)
-
-
-def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
-    """Return `_config` of the backward pass, with the same chunk size."""
-    return chunk_size(dtype), 64, 4, None
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -71,6 +71,11 @@ def gated_linear_attention(
     )
 
 
+def flops_per_head(length: int, dim_k: int, dim_v: int) -> int:
+    """Return forward FLOPs per token and head, two per multiply-add, in chunks of 64 tokens."""
+    return min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v
+
+
 def local_gated_linear_attention(
     x: GLAArguments, *, fits_matmul_form: bool = False, form: Form = "auto"
 ) -> tuple[Tensor, Tensor]:

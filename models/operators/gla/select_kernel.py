@@ -138,12 +138,12 @@ def plan_chunks(log_decay: Tensor) -> tuple[int, bool]:
         # Windows start at the first token and ignore segments: a segment's chunk is inside two of them.
         steps = F.pad(log_decay, (0, 0, 0, 0, 0, -log_decay.shape[1] % largest)).unflatten(1, (-1, smallest))
         totals = steps.sum(2)
-        allowed = smallest
+        fitting = smallest
         for chunk in reversed(_CHUNKS):
             # Written so that nan needs the exact form.
             if not float(totals.unflatten(1, (-1, chunk // smallest)).sum(2).min()) >= -_LARGEST_DECAY:
-                return allowed, chunk > smallest
-            allowed = chunk
+                return fitting, chunk > smallest
+            fitting = chunk
     return largest, True
 
 

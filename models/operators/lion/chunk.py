@@ -50,8 +50,8 @@ def chunked(
     bf, bb = forward.cumsum(3), backward.cumsum(3)
     weights = _weights(q, k, bf, bb, (ids[..., :, None] == ids[..., None, :])[:, None])
     first, last = ids[..., 0], ids[..., -1]
-    before = F.pad(last[:, :-1], (1, 0), value=0)
-    after = F.pad(first[:, 1:], (0, 1), value=segments.last)
+    previous_ids = F.pad(last[:, :-1], (1, 0), value=0)
+    next_ids = F.pad(first[:, 1:], (0, 1), value=segments.last)
 
     def where(one: Tensor, other: Tensor) -> Tensor:
         """Return the equality of two [1, chunks, size or 1] as a factor for [batch, heads, chunks, size, channels]."""
@@ -62,14 +62,14 @@ def chunked(
 
     to_right = (k * exp(bf[..., -1:, :] - bf) * where(ids, last[..., None])).transpose(-1, -2) @ v
     to_left = (k * exp(bb) * where(ids, first[..., None])).transpose(-1, -2) @ v
-    carry_right = exp(bf[..., -1, :]) * (before == last)[:, None, :, None]
-    carry_left = exp(bb[..., -1, :]) * (after == first)[:, None, :, None]
+    carry_right = exp(bf[..., -1, :]) * (previous_ids == last)[:, None, :, None]
+    carry_left = exp(bb[..., -1, :]) * (next_ids == first)[:, None, :, None]
     from_left = torch.stack(_states(to_right.unbind(2), carry_right.unbind(2)), 2)
     from_right = torch.stack(_states(to_left.unbind(2)[::-1], carry_left.unbind(2)[::-1])[::-1], 2)
     o = (
         weights @ v
-        + (q * exp(bf) * where(ids, before[..., None])) @ from_left
-        + (q * exp(bb[..., -1:, :] - bb) * where(ids, after[..., None])) @ from_right
+        + (q * exp(bf) * where(ids, previous_ids[..., None])) @ from_left
+        + (q * exp(bb[..., -1:, :] - bb) * where(ids, next_ids[..., None])) @ from_right
     )
     return o.flatten(2, 3)[:, :, :length]
 
@@ -97,21 +97,23 @@ def recurrent(
 ) -> Tensor:
     """Compute `chunked` token by token, with few operations per step: on a GPU their launches take most of the time."""
     ids = segments.ids[0]
-    before = F.pad(ids[:-1], (1, 0), value=0)
-    after = F.pad(ids[1:], (0, 1), value=segments.last)
+    previous_ids = F.pad(ids[:-1], (1, 0), value=0)
+    next_ids = F.pad(ids[1:], (0, 1), value=segments.last)
     queries, keys, values = (x.flatten(0, 1).unbind(1) for x in (q.unsqueeze(3), k.unsqueeze(4), v.unsqueeze(3)))
     state = v.new_zeros(v.shape[0] * v.shape[1], k.shape[-1], v.shape[-1])
     o: list[Tensor] = []
-    left = state
-    for query, key, value, keep in zip(queries, keys, values, _decay_factors(forward, ids == before), strict=True):
-        left = torch.addcmul(left * keep, key, value)
-        o.append(torch.bmm(query, left))
+    from_past = state
+    for query, key, value, keep in zip(
+        queries, keys, values, _decay_factors(forward, ids == previous_ids), strict=True
+    ):
+        from_past = torch.addcmul(from_past * keep, key, value)
+        o.append(torch.bmm(query, from_past))
     # The state from the right decays by the token after this one.
-    right, passed = state, _decay_factors(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == after)
+    from_future, passed = state, _decay_factors(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == next_ids)
     for i in reversed(range(q.shape[2])):
-        right = right * passed[i]
-        o[i] = torch.baddbmm(o[i], queries[i], right)
-        right = torch.addcmul(right, keys[i], values[i])
+        from_future = from_future * passed[i]
+        o[i] = torch.baddbmm(o[i], queries[i], from_future)
+        from_future = torch.addcmul(from_future, keys[i], values[i])
     return torch.cat(o, 1).unflatten(0, q.shape[:2])
 
 

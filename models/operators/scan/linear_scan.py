@@ -197,11 +197,11 @@ def _solve(x: Tensor, decay: Tensor, *, reverse: bool) -> Tensor:
     if reverse:
         inside.reverse()
         chunks.reverse()
-    for before, now in pairwise(inside):
-        h[:, :, now] += product[:, :, now] * h[:, :, before]
-        product[:, :, now] *= product[:, :, before]
-    for before, now in pairwise(chunks):
-        h[:, now] += product[:, now] * h[:, before, inside[-1]].unsqueeze(1)
+    for previous, current in pairwise(inside):
+        h[:, :, current] += product[:, :, current] * h[:, :, previous]
+        product[:, :, current] *= product[:, :, previous]
+    for previous, current in pairwise(chunks):
+        h[:, current] += product[:, current] * h[:, previous, inside[-1]].unsqueeze(1)
     return h.flatten(1, 2)[:, :length]
 
 

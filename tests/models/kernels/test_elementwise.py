@@ -143,7 +143,7 @@ def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("shape", [(2, 50, 3, 16), (1, 1100, 2, 64), (1, 9, 1, 5)])
 def test_mamba2_step_and_gated_norm(device: str, shape: tuple[int, int, int, int], replace: Replace) -> None:
     from models.kernels import mamba2 as mamba2_ends
-    from models.kernels.mamba2 import gated_norm, stepped
+    from models.kernels.mamba2 import apply_time_step, gated_norm
 
     replace(mamba2_ends, [mamba2_ends._norm_launches], _PROGRAMS=8)
     heads, dim = shape[2:]
@@ -151,7 +151,11 @@ def test_mamba2_step_and_gated_norm(device: str, shape: tuple[int, int, int, int
     skip, weight = random(heads, seed=3, device=device), random(heads * dim, seed=4, device=device)
     inputs = [o, u, skip, z.flatten(2), weight]
     compare(lambda *x: (mamba2._gated_norm(*x, 1e-5),), lambda *x: (gated_norm(*x, 1e-5),), inputs, bound=2e-6)
-    compare(lambda *x: (mamba2._stepped(*x),), lambda *x: (stepped(*x),), [random(*shape[:3], device=device), u])
+    compare(
+        lambda *x: (mamba2._apply_time_step(*x),),
+        lambda *x: (apply_time_step(*x),),
+        [random(*shape[:3], device=device), u],
+    )
 
 
 def test_head_norm(device: str) -> None:
