@@ -1,20 +1,20 @@
 """The registry of token mixers: a new mixer is one file in this folder and one line in MIXERS.
 
 A mixer is an `nn.Module` with
-  Options                       frozen dataclass of its settings; each field is a `models.options.option`
-  __init__(config, layer_index, options)                 config: a `models.options.ModelShape`
-  forward(x, mask, cu_seqlens, state, return_state)      as in `models.block.Block.forward`; with cu_seqlens a state has one
-                                row per segment
-  flops_per_token(length)       forward FLOPs per token, two per multiply-add
-  state_size                    size of its decode state as text, for the documentation
-  tensor_parallel_plan          sharding spec of every parameter or submodule
-  parameter_kinds               optimizer kinds of parameters, see CONTRIBUTING.md
+- Options                       frozen dataclass of its settings; each field is a `models.options.option`
+- __init__(config, layer_index, options)                 config: a `models.options.ModelShape`
+- forward(x, mask, cu_seqlens, state, return_state)      as in `models.block.Block.forward`;
+                                  with cu_seqlens a state has one row per segment
+- flops_per_token(length)       forward FLOPs per token, two per multiply-add
+- state_size                    size of its decode state as text, for the documentation
+- tensor_parallel_plan          sharding spec of every parameter or submodule
+- parameter_kinds               optimizer kinds of parameters, see CONTRIBUTING.md
 and, where the default does not hold,
-  check(config, options)        static: raises ValueError with the key if the shape cannot be built (default: no check)
-  sharded_sizes(config, options)    static: sizes besides the heads that tensor parallelism splits, by config key
-  causal                        False if a token sees later tokens; an option of that name takes precedence
-  value_residual                whether it reads the values of the first layer of its kind (`models.block.Block`)
-  supports_context_parallel     whether it runs on a local shard of a sequence (default: it does not)
+- check(config, options)        static: raises ValueError with the key if the shape cannot be built (default: no check)
+- sharded_sizes(config, options)    static: sizes besides the heads that tensor parallelism splits, by config key
+- causal                        False if a token sees later tokens; an option of that name takes precedence
+- value_residual                whether it reads the values of the first layer of its kind (`models.block.Block`)
+- supports_context_parallel     whether it runs on a local shard of a sequence (default: it does not)
 
 The trainer reads the plan's sharding specs: "column" and "row" for linear layers, "heads" for a tensor cut with the columns,
 "replicated", and "partial_grad" for a parameter used whole inside the parallel region. The region begins at the mixer's input

@@ -203,10 +203,10 @@ def _incoming_sums(
             larger = torch.maximum(largest - total_, m_)
         decay, factor = (largest - total_ - larger).exp(), (m_ - larger).exp()
         above, below, largest = decay * above + factor * numerator_, decay * below + factor * denominator_, larger
-    shift_state = torch.cat([torch.zeros_like(total), decayed[:, :-1]], 1)
+    elapsed = torch.cat([torch.zeros_like(total), decayed[:, :-1]], 1)
     if segments is not None:
-        shift_state = torch.where(segments.from_left[None, :, None], shift_state, none)
-    return largest - shift_state, above, below
+        elapsed = torch.where(segments.from_left[None, :, None], elapsed, none)
+    return largest - elapsed, above, below
 
 
 def _running_maximum(k: Tensor, step: Tensor, largest: Tensor, cu_seqlens: Tensor | None) -> Tensor:

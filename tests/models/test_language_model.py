@@ -58,7 +58,7 @@ def test_width_of_swiglu(size, width):
 
 
 def test_names_of_parameters():
-    """The names that checkpoints and conversions know."""
+    """Checkpoints and conversions use these names."""
     names = {name for name, _ in model().named_parameters()}
     assert {
         "embedding.weight",
@@ -90,7 +90,7 @@ def test_every_parameter_has_a_sharding_spec_and_a_known_kind(mixers):
 
 
 def test_layer_weights_do_not_depend_on_other_layers():
-    """The weights of a layer depend on the seed and its place, not on which other layers this process builds."""
+    """Weights of a layer depend on the seed and its index, not on the other layers that this process builds."""
     config = ModelConfig(vocab_size=61, num_layers=3, hidden_size=32, num_heads=4)
     whole = LanguageModel(config, seed=5)
     torch.manual_seed(77)

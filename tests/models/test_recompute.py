@@ -136,7 +136,7 @@ def test_view_of_a_larger_storage_is_saved():
 
 
 def test_result_viewed_as_another_dtype_is_saved():
-    """A complex result viewed as real pairs has other strides than the recomputed tensor."""
+    """View a complex result as real pairs: its strides differ from those of the recomputed tensor."""
     turn = Counted(lambda x: x * 1j)
     x = torch.view_as_complex(leaf(4, 3, 2).detach()).requires_grad_()
     gradients = []

@@ -17,7 +17,7 @@ from .test_imports import ROOT
 
 # The private words of earlier versions, which the field's own terms replace.
 PRIVATE = re.compile(
-    r"\b(forget(?:ting|table)?|forgotten|fan_?outs?|halves|stretch(?:es)?|lying|anew|whoever|veto(?:ed)?|asked|told|"
+    r"\b(forget(?:ting|table)?(?! gate)|forgotten|fan_?outs?|halves|stretch(?:es)?|lying|anew|whoever|veto(?:ed)?|asked|told|"
     r"partition words?|own_(?:layers|stretch)|two_sided\w*|poison\w*|spare_gradients|"
     r"an? (?:decay|state|row|byte|number|launch|line|loss)s? an? (?:channel|head|token|sequence|parameter|run|layer|step))\b",
     re.IGNORECASE,
@@ -31,10 +31,10 @@ LIMITS = {
     # package: private words, docstrings of public functions that do not begin with a verb, sentences that are too long
     "data": (0, 0, 0),
     "megatron_lite": (0, 0, 0),
-    "models": (10, 0, 13),
-    "tools": (4, 3, 1),
+    "models": (0, 0, 0),
+    "tools": (2, 0, 0),
     "docs": (1, 0, 0),  # CHANGELOG.md names a former function
-    "tests": (48, 96, 0),
+    "tests": (32, 22, 0),
 }
 
 
@@ -83,7 +83,7 @@ def long_sentences(package: str) -> list[str]:
     if package == "docs":
         texts = [(str(path.relative_to(ROOT)), _prose(path.read_text())) for path in pages()]
     else:
-        texts = list(docstrings(package))
+        texts = [(place, re.sub(r"(?m)^ +.* = .*$", "\n", text)) for place, text in docstrings(package)]  # no equations
     return [
         f"{place} {sentence[:60]} ..."
         for place, text in texts

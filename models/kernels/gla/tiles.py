@@ -1,9 +1,9 @@
 """Device functions that the GLA kernels share: chunks of packed sequences, loads and stores of tiles, running sums.
 
-A chunk is up to CHUNK tokens of one sequence. Inside it, with b the running sum and B the total of the log decays (base
-2 here), the matmul form computes exp(b_i - b_j) as the product of exp(b_i - B/2) and exp(B/2 - b_j). It fits where no channel
-decays by more than MATMUL_LIMIT over the chunk: the factors then stay far inside bfloat16's range. Any other chunk needs the
-exact form: `exact_form.py` computes the terms between its tokens. The other terms have exp(b_i) and exp(B - b_j), at most 1.
+A chunk is up to CHUNK tokens of one sequence. b is the running sum of its log decays, to base 2, and B their total. The matmul
+form computes exp(b_i - b_j) as exp(b_i - B/2) exp(B/2 - b_j). It fits where no channel decays by more than MATMUL_LIMIT over the
+chunk: the factors then stay far inside bfloat16's range. Any other chunk needs the exact form: `exact_form.py` computes the terms
+between its tokens. The other terms have exp(b_i) and exp(B - b_j), at most 1.
 """
 
 from __future__ import annotations

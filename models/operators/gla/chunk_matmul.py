@@ -1,8 +1,8 @@
 """The matmul form of gated linear attention in chunks, with its backward pass, for decays that fit it.
 
-Notation of `models.operators.gla.chunk`, with m the value of b in the middle of a chunk, S the state at its start and
-Q = scale q exp(b - m), K = k exp(m - b), P = exp(m) S:
+Notation of `models.operators.gla.chunk`. m is the value of b in the middle of a chunk, and S the state at its start.
 
+    Q = scale q exp(b - m)    K = k exp(m - b)    P = exp(m) S
     A = tril(Q K^T)    o = A v + Q P    U = K^T v    S' = exp(B) S + exp(B - m) U
 
     dA = tril(do v^T)  dQ = dA K + do P^T  dP = Q^T do    dU = exp(B - m) dS'    dS = exp(B) dS' + exp(m) dP

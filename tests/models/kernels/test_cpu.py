@@ -118,7 +118,7 @@ def test_metala_core(dtype, shape, kind, cu_seqlens):
 
 @needs_compiler
 def test_gradients_of_the_core_are_adjacent_in_memory():
-    """The gradients of q, a, v and gate, in this order, are one matrix for the matmuls with the weights."""
+    """Gradients of q, a, v and gate, in this order, are one matrix for the matmuls with the weights."""
     leaves = [torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(3)]
     gate, weight = torch.randn(1, 20, 32, requires_grad=True), torch.randn(32)
     y, final = metala_core(*leaves, weight, gate, 0.3, None, None)

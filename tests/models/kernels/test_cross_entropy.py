@@ -40,7 +40,7 @@ def test_statistics_and_gradient(device: str, vocab: int, with_bias: bool) -> No
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # -inf less itself, in the interpreter
 @pytest.mark.parametrize("vocab", [200, 9000])
 def test_equal_logits_and_rows_without_finite_logits(device: str, vocab: int) -> None:
-    """The first of equal logits is the best at any position. A row of -inf only, as of padding, has a mass of 0."""
+    """Statistics select the first of equal logits at any position. A row of -inf only, as of padding, has a mass of 0."""
     from models.kernels.cross_entropy import row_statistics
 
     logits = torch.zeros(4, vocab, device=device)

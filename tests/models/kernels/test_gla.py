@@ -160,7 +160,6 @@ def test_loss_on_final_states_only(device: str) -> None:
 
 
 def test_nan_propagates(device: str) -> None:
-    """A nan decay gives a nan output."""
     from models.kernels.gla.gla import gla
 
     q, k, v = (torch.randn(1, 70, 1, 16, device=device) for _ in range(3))

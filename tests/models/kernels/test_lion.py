@@ -72,7 +72,7 @@ def test_single_tile_kernel(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The kernels of short 16-bit sequences, which the interpreter can only run in float32."""
+    """Run the kernels of short 16-bit sequences in float32, the only dtype of the interpreter."""
     if device == "cuda":
         pytest.skip("tests/gpu runs it with the numbers and the launch that it is made for")
     from models.kernels.lion import single_tile
@@ -106,7 +106,7 @@ def test_single_tile_kernel(
 def test_all_pairs_kernel_is_selected_where_measured_faster(
     device: str, length: int, dim: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in docs/results/kernels.md. The test checks the kernel that is launched, not the function that selects it."""
+    """Check the launched kernel, not the function that selects it. docs/results/kernels.md has the measurements."""
     from models.kernels.lion import single_tile
     from models.kernels.lion.common import LOGITS, LionCase
 
@@ -140,7 +140,7 @@ def test_single_tile_kernel_is_selected_where_measured_correct(
 @pytest.mark.parametrize("phi", ["silu", "silu_paper", "elu"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_feature_map(device: str, form: str, phi: str, masked: bool) -> None:
-    """The feature map in the operator's autograd node, and before it if there is padding."""
+    """Run the feature map in the operator's autograd node, and before it if there is padding."""
     # The feature map as printed in the paper is not always positive: normalizers may be close to 0.
     arguments = {"phi": phi, "normalized": phi != "silu_paper"}
     if masked:
@@ -216,7 +216,7 @@ def test_projected_decay_logits_and_gradients(
 
 
 def test_skipping_far_tiles_does_not_change_results(device: str) -> None:
-    """With large decays most tiles are below e^-20 and are skipped; the result is the same."""
+    """Large decays bring most tiles below e^-20, where they are skipped."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.rand(1, 600, 1, 16, generator=generator).to(device) + 0.1 for _ in range(4)]
     log_decay = torch.full((1, 600, 1), -0.5, device=device)
@@ -235,7 +235,7 @@ def test_skipping_far_tiles_does_not_change_results(device: str) -> None:
 
 @pytest.mark.parametrize("form", KERNELS)
 def test_infinite_log_decay(device: str, form: str) -> None:
-    """A log decay of -inf counts as -100, a factor of 0. It may have a last dimension of 1."""
+    """Log decays of -inf count as -100, a factor of 0. They may have a last dimension of 1."""
     generator = torch.Generator().manual_seed(2)
     q, k, v, dy = (torch.rand(1, 70, 1, 16, generator=generator).to(device) + 0.1 for _ in range(4))
     log_decay = -torch.rand(1, 70, 1, generator=generator).to(device)

@@ -102,7 +102,7 @@ def test_loss_on_final_states_only(device: str) -> None:
 
 
 def test_gradients_are_adjacent_in_memory(device: str) -> None:
-    """The gradients of q, a, v and gate, in this order, are one matrix for the matmuls with the weights."""
+    """Gradients of q, a, v and gate, in this order, are one matrix for the matmuls with the weights."""
     from models.kernels.metala import metala_core
 
     leaves = [torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3)]

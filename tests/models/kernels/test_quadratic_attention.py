@@ -87,7 +87,7 @@ def test_shared_keys_equal_the_recurrence(device: str, queries: int) -> None:
 
 @pytest.mark.parametrize("mixer", ["mamba2", "lion", "linear_attention"])
 def test_mixers_with_and_without_the_kernels(device: str, mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer's output and gradients equal those of the recurrence."""
+    """Outputs and gradients of a layer equal those of the recurrence."""
     from models.kernels.quadratic_attention import quadratic_attention
 
     module = sys.modules[f"models.mixers.{mixer}"]

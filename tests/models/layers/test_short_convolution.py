@@ -69,7 +69,7 @@ def test_history_gradient_is_zero_without_tokens(monkeypatch, channels):
 @pytest.mark.parametrize("channels", [16, 3])
 @pytest.mark.parametrize("shape", [(1, 3), (3, 3), (2, 2), (2, 4)])
 def test_history_of_wrong_shape_is_refused(channels, shape):
-    """With 16 channels, which the C++ kernel supports, and with 3, which it does not."""
+    """Test 16 channels, which the C++ kernel supports, and 3, which it does not."""
     layer, history = CausalConvolution(channels, 4, silu=True), torch.zeros(*shape, channels)
     words = rf"history \[{shape[0]}, {shape[1]}, {channels}\]: expected .* = \[2, 3, {channels}\]; give the"
     for x, options in (
@@ -85,7 +85,7 @@ def test_history_of_wrong_shape_is_refused(channels, shape):
 
 @pytest.mark.parametrize("channels", [16, 3])
 def test_bfloat16_sums_in_float32(channels):
-    """The C++ kernel, and the form in tiles for other channel counts, round outputs and gradients once."""
+    """Outputs and gradients are rounded once by the C++ kernel, and by the form in tiles for other channel counts."""
     layer = CausalConvolution(channels, 4, silu=True).bfloat16()
     x = torch.randn(2, 50, channels).bfloat16().requires_grad_()
     y, _ = layer(x)

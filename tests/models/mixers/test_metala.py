@@ -176,7 +176,7 @@ def test_packed_segments_equal_runs_apart():
 
 
 def test_head_count_follows_from_weight_shapes():
-    """A layer cut to half its heads computes its half of the sum over heads."""
+    """Cut a layer to half its heads: it computes its half of the sum over heads."""
     whole = mixer()
     x = torch.randn(2, 10, 32, dtype=torch.float64)
     total = 0
@@ -213,7 +213,7 @@ def test_bfloat16_keys_are_computed_in_float32():
 
 
 def test_small_outputs_are_accurate():
-    """The 1/2 of the sigmoid at zero augmentation is taken off exactly, so a float32 layer is float32 exact."""
+    """Subtract the 1/2 of the sigmoid at zero augmentation exactly, so that a float32 layer keeps its precision."""
     layer = mixer()
     with torch.no_grad():
         layer.aug_weight.zero_()

@@ -196,7 +196,7 @@ def test_flops_equal_matrices_and_operator(case: tuple[str, dict[str, Any]]) -> 
 @every_case
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
 def test_no_tokens(case: tuple[str, dict[str, Any]], shape: tuple[int, int]) -> None:
-    """No output, and a state from which a sequence goes on as from its start."""
+    """Return no output, and a state that continues a sequence as its start does."""
     mixer, x, follow = build(case), torch.zeros(*shape, SIZE, requires_grad=True), tokens(6, shape[0])
     mask = torch.ones(shape, dtype=torch.bool)
     packed = torch.zeros(3, dtype=torch.int32)
@@ -218,7 +218,7 @@ def test_no_tokens(case: tuple[str, dict[str, Any]], shape: tuple[int, int]) -> 
 
 @every_case
 def test_padding_in_packed_segments_changes_nothing(case: tuple[str, dict[str, Any]]) -> None:
-    """In front, behind, on both sides, in the midst of others, in a whole segment; and each goes on from its own state."""
+    """Test padding in front, behind, on both sides, between tokens and in a whole segment; each state continues its segment."""
     mixer, x = build(case, torch.float64), tokens(75, dtype=torch.float64)
     bounds, kept = [0, 6, 6, 40, 44, 75, 75], [(2, 6), (6, 6), (6, 30), (44, 44), (45, 73), (75, 75)]
     mask = torch.zeros(1, 75, dtype=torch.bool)
@@ -312,7 +312,7 @@ def test_hybrid_model_decodes() -> None:
 
 @pytest.mark.parametrize("name", sorted(MIXERS))
 def test_the_documentation_has_a_row_that_counts_the_parameters(name: str) -> None:
-    """The column `parameters` is a sum of products of numbers, d (hidden_size) and h (heads), for default options."""
+    """Parse the column `parameters`, a sum of products of numbers, d (hidden_size) and h (heads), for default options."""
     rows = re.findall(
         r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/reference/mixers.md").read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -338,7 +338,7 @@ def test_initial_lion_decays() -> None:
 
 
 def test_hgrn2_lower_bounds_grow_with_depth() -> None:
-    """The smallest decay that a layer can have, whatever its parameter has learned."""
+    """Return the smallest decay that a layer can have, for any value of its parameter."""
 
     def smallest(layer: int, gamma: float) -> float:
         mixer = build(("hgrn2", {}), torch.float64, layer=layer)

@@ -41,7 +41,7 @@ def test_sixteen_bits(case: tuple[str, dict[str, Any]]) -> None:
 def test_log_decays_stay_float32_in_sixteen_bits(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any]]
 ) -> None:
-    """What the operators are given is float32, and was not rounded to the 16 bits of the activations on the way."""
+    """Operators receive float32 log decays that were never rounded to the 16 bits of the activations."""
     seen: list[Tensor] = []
 
     def watch(module: Any, name: str, decay_of: Callable[[tuple[Any, ...]], Tensor]) -> None:

@@ -24,7 +24,7 @@ LONG = 150
 
 
 def build(name: str, options: dict | None = None, layer_index: int = 1, seed: int = 0) -> torch.nn.Module:
-    """A mixer with every parameter moved off its initial value, so that zeros and ones hide nothing."""
+    """Return a mixer whose parameters differ from their initial values, so that zeros and ones hide nothing."""
     config = ModelConfig(
         vocab_size=8,
         num_layers=LAYERS,
@@ -142,8 +142,8 @@ def qlstm(p: dict[str, Tensor], x: Tensor) -> Tensor:
     h = torch.zeros(SIZE, dtype=x.dtype)
     outputs = []
     for x_t in x:
-        forget = p["forget_proj.weight"] @ x_t
-        alpha = (1 + forget.exp()) ** -p["log_exponent"].exp() if "log_exponent" in p else forget.sigmoid()
+        logits = p["forget_proj.weight"] @ x_t
+        alpha = (1 + logits.exp()) ** -p["log_exponent"].exp() if "log_exponent" in p else logits.sigmoid()
         h = alpha * h + (p["input_proj.weight"] @ x_t).sigmoid() * (p["update_proj.weight"] @ x_t)
         outputs.append((p["output_proj.weight"] @ x_t).sigmoid() * h)
     return torch.stack(outputs) @ p["out_proj.weight"].T
@@ -301,7 +301,7 @@ def test_rg_lru_closed_gates_have_finite_gradients() -> None:
 
 
 def test_hgrn_lower_bounds_grow_with_depth() -> None:
-    """The bound is 0 in the first layer, where closed gates must not become log 0, and layer / layers above."""
+    """Lower bounds are 0 in the first layer, where closed gates must not become log 0, and layer / layers above."""
     for index in range(LAYERS):
         mixer = build("hgrn", layer_index=index)
         with torch.no_grad():
@@ -318,7 +318,7 @@ def test_hgrn_lower_bounds_grow_with_depth() -> None:
 
 
 def first(name: str, options: dict | None = None, **shape: Any) -> torch.nn.Module:
-    """A mixer as it begins, with enough channels to see how its values are spread."""
+    """Return a mixer with initial parameters and enough channels to see their distribution."""
     shape = {"num_layers": 3, "hidden_size": 1024, "num_heads": 256, **shape}
     given = {name: options} if options else {}
     config = ModelConfig(

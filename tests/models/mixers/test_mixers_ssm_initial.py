@@ -55,7 +55,7 @@ def test_initial_rwkv4_parameters() -> None:
 
 
 def test_initial_hgrn2_lower_bounds() -> None:
-    """The second of three layers: a third, in both parametrisations."""
+    """Layer two of three starts at 1/3 in both parametrisations."""
     for where in ("free", "layer"):
         mixer = first("hgrn2", {"lower_bound_range": where})
         _, one_minus_f = mixer._gates(torch.full((1, 1, 1024), -1e3))

@@ -157,7 +157,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], t
 @pytest.mark.parametrize("scalar", [True, False])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_final_states(operator: str, bounds: list[int] | None, scalar: bool) -> None:
-    """Where a sequence ends in a shard, that shard's final state of it is the sequence's."""
+    """Final states of a shard equal those of the sequences that end in it."""
     inputs = operands(32, torch.float64, scalar)
     run, cu_seqlens = OPERATORS[operator], None if bounds is None else torch.tensor(bounds)
     y, final = run(*inputs, cu_seqlens)

@@ -130,7 +130,7 @@ def test_correct_predictions_of_a_split_vocabulary():
 
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float64, 18), (torch.float32, 16)])
 def test_gradients_of_a_split_vocabulary(dtype, rows):
-    """By PyTorch's operators, and with parts that the C++ kernels take; logits of one part far above the other's."""
+    """Test PyTorch's operators and parts that the C++ kernels support, with logits of one part far above the other's."""
     from tests.models.rank_threads import Meeting, Threads, over_ranks
 
     hidden, weight, labels, loss_weight = example(dtype)
@@ -178,7 +178,7 @@ def test_loss_without_labels_is_zero(nothing):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
 def test_labels_of_every_integer_type(dtype):
-    """Of a vocabulary that the C++ kernels take, and one that they do not; -100 where the type has it."""
+    """Test a vocabulary that the C++ kernels support and one that they do not, with -100 where the type has it."""
     for vocab in (48, VOCAB):
         hidden, weight = torch.randn(20, 32), torch.randn(vocab, 32)
         labels = torch.randint(0, vocab, (20,))
@@ -226,12 +226,12 @@ def test_labels_outside_a_split_vocabulary_are_refused():
 
 def test_token_of_weight_zero_may_be_nan():
     hidden, weight, labels, loss_weight = example()
-    poisoned = hidden.detach().clone()
-    poisoned[1] = torch.nan
-    poisoned.requires_grad_()
-    loss = cross_entropy_sum(poisoned, weight, labels, loss_weight)
+    with_nan = hidden.detach().clone()
+    with_nan[1] = torch.nan
+    with_nan.requires_grad_()
+    loss = cross_entropy_sum(with_nan, weight, labels, loss_weight)
     torch.testing.assert_close(loss, cross_entropy_sum(hidden, weight, labels, loss_weight))
-    gradient, _ = torch.autograd.grad(loss, [poisoned, weight])
+    gradient, _ = torch.autograd.grad(loss, [with_nan, weight])
     assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))
 
 

@@ -27,7 +27,7 @@ def inputs(length: int, decay: float, *, scalar: bool = False, batch: int = 2, d
 
 
 def token_by_token(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float):
-    """The definition, written once more without the code under test."""
+    """Compute the definition without the code under test."""
     outputs = torch.empty_like(v)
     state = state.clone()
     for b in range(q.shape[0]):

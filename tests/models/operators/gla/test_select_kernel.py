@@ -1,4 +1,4 @@
-"""Which kernel computes gated linear attention, by device, dtype, shape and decay. CUDA is mocked: every kernel names itself."""
+"""Selection of the kernel of gated linear attention by device, dtype, shape and decay. CUDA is mocked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.operators.gla.select_kernel import select_kernel
 
 
 class ChosenError(Exception):
-    """The form that was called, and the width of its keys and of its decay."""
+    """Hold the form that was called, and the width of its keys and of its decay."""
 
 
 def chosen(name: str) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def form_of(
     hopper: bool = False,
     packed: bool = False,
 ) -> tuple[str, int, int]:
-    """The name of the form, and the widths of its keys and its decay. hopper: where FLA refuses scalar decays' gradients."""
+    """Return the name of the form, and the widths of its keys and its decay. hopper: FLA has no gradient of scalar decays."""
     q = torch.zeros(1, length, 2, keys, dtype=dtype, requires_grad=gradient)
     k, v = torch.zeros_like(q), torch.zeros(1, length, 2, values, dtype=dtype)
     log_decay = {

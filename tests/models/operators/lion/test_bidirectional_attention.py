@@ -176,7 +176,7 @@ def test_infinite_decay_cuts_both_directions(form: str) -> None:
 @pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, -60.0), (torch.float64, -300.0)])
 @pytest.mark.parametrize("form", PLAIN)
 def test_large_decays_are_exact(form: str, dtype: torch.dtype, decay: float) -> None:
-    """A token whose key is zero receives only the other token's value, times the decay."""
+    """Tokens whose key is zero receive only the other token's value, times the decay."""
     one = torch.ones(1, 2, 1, 1, dtype=dtype)
     for own in (0, 1):
         k = one.clone()
@@ -259,7 +259,7 @@ def test_wrong_arguments_are_refused(change: dict, words: list[str]) -> None:
 
 
 def test_the_form_is_selected_once_by_device_length_and_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limits are those of docs/results/kernels.md."""
+    """Use the limits of docs/results/kernels.md."""
 
     def selected(length: int, dim: int, dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> str:
         q = torch.empty(1, length, 2, dim, dtype=dtype, device="meta")
@@ -295,7 +295,7 @@ def test_cu_seqlens_must_cover_the_sequence(bounds: list[int]) -> None:
 
 
 def test_cu_seqlens_must_not_decrease() -> None:
-    """The kernels trust their bounds: what lies between the ends is looked at too."""
+    """Check all bounds, not only the ends: kernels do not check them."""
     q, k, v, _ = inputs(length=4, batch=1)
     with pytest.raises(ValueError, match="cu_seqlens falls from 7 to 2: no segment ends before it begins"):
         attend(q, k, v, cu_seqlens=torch.tensor([0, 7, 2, 4]))
