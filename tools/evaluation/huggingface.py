@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from transformers.utils import logging
 
 from megatron_lite.checkpoint.checksums import file_sha256
 from megatron_lite.engine.precision import DTYPES
@@ -40,6 +42,8 @@ class HuggingFaceLM(HFLM):
         trust_remote_code: bool = False,
         progress: bool = True,
     ) -> None:
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
         _register_linear_attention(name)
         if device == "cpu" and batch_size == "auto":
             batch_size = 8  # measuring what fits takes longer than it saves

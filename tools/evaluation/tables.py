@@ -245,7 +245,7 @@ def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, 
             (task, whole) for task in results["n-samples"] if task in tasks and (whole := whole_size(results, task))
         ]
         if partial:
-            counts = ", ".join(f"{t} {results['n-samples'][t]['effective']:,} of {whole:,}" for t, whole in partial)
+            counts = _listed([f"{t} {results['n-samples'][t]['effective']:,} of {whole:,}" for t, whole in partial])
             notes.append(f"{name}: † not the whole set: {counts} documents.")
         cut = {task: n for task, n in section["truncated"].items() if task in tasks or not task}
         if cut:
@@ -262,9 +262,15 @@ def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, 
         small = [t for t, samples in results["n-samples"].items() if t in tasks and samples["effective"] < SMALL]
         if small:
             notes.append(
-                f"{name}: fewer than {SMALL} documents, no more than a check that the task runs: {', '.join(small)}."
+                f"{name}: fewer than {SMALL} documents, no more than a check that the task runs: {_listed(small)}."
             )
     return notes
+
+
+def _listed(words: Sequence[str], most: int = 16) -> str:
+    """Return the words with commas, and the number of those beyond `most`."""
+    rest = len(words) - most
+    return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # Flags of `request_pairs.Pair`.

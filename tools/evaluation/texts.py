@@ -52,6 +52,9 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
         print(
             plain_table(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results))
         )
+        piece = next(iter(results.values()))
+        overlap = f", which begin every {piece['stride']:,} tokens" if "stride" in piece else ""
+        print(f"\nPieces of {piece['sequence_length']:,} tokens{overlap}.")
         write_results(out, loaded, perplexity=saved)
     print(f"\n{out}")
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tools import finetune_glue
 from tools.conversion.hf_folder import read_config
+from tools.evaluation import glue_training
 from tools.evaluation.glue_tasks import TASKS, read_split, score
 
 
@@ -118,7 +119,7 @@ def test_real_labels_are_read(tmp_path: Path) -> None:
 
 def test_hold_out_without_a_training_row_is_refused(data: Path) -> None:
     with pytest.raises(ValueError, match=r"--hold-out 0.99: no training row remains of the 24 rows of rte"):
-        finetune_glue._splits("rte", data, 0.99)
+        glue_training.training_rows("rte", data, 0.99)
 
 
 def test_real_data_are_read(shared: Path) -> None:
@@ -168,7 +169,7 @@ def test_recipe_reaches_the_trainer(masked_run: Path, data: Path, tmp_path: Path
         ["lr=3e-4", "batch_size=10", "schedule=cosine", "warmup_fraction=0.5", "weight_decay=0.25", "max_length=8"],
     )
     for name, seed in (("mnli", 5), ("stsb", 6)):
-        finetune_glue.finetune(name, recipe, weights, seed=seed, data=data, scratch=tmp_path)
+        glue_training.finetune(name, recipe, weights, seed=seed, data=data, scratch=tmp_path)
         found = made[-1]
         assert found.args.seed == seed
         epochs = recipe.tasks[name].epochs
@@ -186,8 +187,8 @@ def test_recipe_reaches_the_trainer(masked_run: Path, data: Path, tmp_path: Path
     made[0].model.save_pretrained(tmp_path / "saved")
     assert read_config(tmp_path / "saved")["auto_map"] == read_config(weights)["auto_map"]
     (weights / "modeling_metalion.py").write_text("raise SystemExit('this was run')")
-    with pytest.raises(ValueError, match=r"not this version's \(modeling_metalion\.py\)"):
-        finetune_glue.finetune("mnli", recipe, weights, seed=0, data=data, scratch=tmp_path)
+    with pytest.raises(ValueError, match=r"differ from this version's \(modeling_metalion\.py\)"):
+        glue_training.finetune("mnli", recipe, weights, seed=0, data=data, scratch=tmp_path)
 
 
 def test_weights_of_the_first_seed_are_saved(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
@@ -215,7 +216,7 @@ def test_weights_of_the_first_seed_are_saved(masked_run: Path, data: Path, tmp_p
 
 
 def test_hold_out_trains_on_the_other_rows(data: Path) -> None:
-    train, evaluated = finetune_glue._splits("rte", data, 0.25)
+    train, evaluated = glue_training.training_rows("rte", data, 0.25)
     rows = read_split("rte", "validation", data)
     assert (len(train), len(evaluated["validation"])) == (18, 6)
     assert sorted(map(str, train + evaluated["validation"])) == sorted(map(str, rows))

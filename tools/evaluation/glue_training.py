@@ -1,0 +1,191 @@
+"""Fine-tune a classifier on one task of GLUE with transformers.Trainer."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from data.atomic_io import atomic_folder
+from tools.cli.progress import ProgressBar
+from tools.cli.yaml_file import read_as
+from tools.evaluation.glue_tasks import TASKS, read_split, score
+
+
+class TaskRecipe(BaseModel):
+    """Hold a task's epochs, and the task from whose weights it starts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    epochs: float = Field(gt=0)
+    start: str | None = None
+
+
+class Recipe(BaseModel):
+    """Hold the fine-tuning settings, which all tasks share except the epochs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    lr: float = Field(gt=0)
+    max_length: int = Field(ge=8)
+    batch_size: int = Field(ge=1)
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_fraction: float = Field(default=0.0, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    tasks: dict[str, TaskRecipe]
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a settings file with overrides. Raises ValueError naming the key."""
+    recipe = read_as(Recipe, path, overrides)
+    for name, task in recipe.tasks.items():
+        for used in (name, task.start or name):
+            if used not in TASKS:
+                raise ValueError(f"{path}: task {used!r} is unknown; allowed: {', '.join(TASKS)}")
+        if task.start is not None and (task.start not in recipe.tasks or recipe.tasks[task.start].start is not None):
+            raise ValueError(f"{path}: tasks.{name}.start = {task.start}: a task of the recipe that starts from none")
+    return recipe
+
+
+def finetune(
+    name: str,
+    recipe: Recipe,
+    weights: Path,
+    *,
+    seed: int,
+    data: Path | None,
+    hold_out: float | None = None,
+    scratch: Path,
+    keep: Path | None = None,
+) -> dict[str, float]:
+    """Train a classifier on one task and return its official metrics. keep: a folder for its weights."""
+    import torch
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        PrinterCallback,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
+    from transformers.utils import logging
+
+    from megatron_lite.optim.param_groups import build_optimizer, parameter_kind
+    from tools.conversion.export_source import model_class
+    from tools.conversion.hf_folder import read_config
+
+    class Progress(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.bar = ProgressBar(total=state.max_steps, desc=f"{name}, seed {seed}", unit="step", leave=False)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.bar.update()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.bar.close()
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    task = TASKS[name]
+    train, evaluated = training_rows(name, data, hold_out)
+    tokenizer = AutoTokenizer.from_pretrained(weights, trust_remote_code=False)
+
+    def encode(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        columns = [[row[text] for row in rows] for text in task.texts]
+        coded = tokenizer(*columns, truncation=True, max_length=recipe.max_length)
+        label_type = float if task.labels == 1 else int
+        return [
+            {"input_ids": ids, "attention_mask": mask, "labels": label_type(row["label"])}
+            for ids, mask, row in zip(coded["input_ids"], coded["attention_mask"], rows, strict=True)
+        ]
+
+    set_seed(seed)
+    own_export = read_config(weights)["model_type"] == "metalion"
+    project_class = model_class(weights, "SequenceClassification", trust_remote_code=False) if own_export else None
+    model = (project_class or AutoModelForSequenceClassification).from_pretrained(
+        weights,
+        num_labels=task.labels,
+        problem_type="regression" if task.labels == 1 else "single_label_classification",
+        trust_remote_code=False,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+    )
+    optimizer = build_optimizer(
+        [(parameter, parameter_kind(model, key)) for key, parameter in model.named_parameters()],
+        lr=recipe.lr,
+        betas=(0.9, 0.98),
+        eps=1e-6,
+        weight_decay=recipe.weight_decay,
+        no_weight_decay=("norm", "bias", "decay", "embedding"),
+    )
+    steps = recipe.tasks[name].epochs * -(-len(train) // recipe.batch_size)
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            output_dir=str(scratch / "trainer"),
+            per_device_train_batch_size=recipe.batch_size,
+            per_device_eval_batch_size=4 * recipe.batch_size,
+            num_train_epochs=recipe.tasks[name].epochs,
+            learning_rate=recipe.lr,
+            lr_scheduler_type=recipe.schedule if recipe.schedule != "constant" else "constant_with_warmup",
+            warmup_steps=int(recipe.warmup_fraction * steps),
+            max_grad_norm=1.0,
+            seed=seed,
+            bf16=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            remove_unused_columns=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=True,
+        ),
+        train_dataset=encode(train),
+        data_collator=DataCollatorWithPadding(tokenizer),
+        optimizers=(optimizer, None),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Progress())
+    trainer.train()
+    metrics: dict[str, float] = {}
+    for split, rows in evaluated.items():
+        output = trainer.predict(encode(rows))
+        values = score(task, output.predictions, output.label_ids)
+        metrics |= {" ".join(filter(None, (key, task.splits[split]))): value for key, value in values.items()}
+    if keep is not None:
+        _keep(model, tokenizer, weights, keep)
+    return metrics
+
+
+def training_rows(name: str, data: Path | None, hold_out: float | None) -> tuple[list[Any], dict[str, list[Any]]]:
+    """Return training rows, and rows to evaluate by split. Raises as `read_split`; ValueError without a training row."""
+    first, *others = splits_read(name, hold_out)
+    rows = read_split(name, first, data)
+    if hold_out is None:
+        return rows, {split: read_split(name, split, data) for split in others}
+    random.Random(0).shuffle(rows)
+    held = max(1, round(hold_out * len(rows)))
+    if held == len(rows):
+        raise ValueError(
+            f"--hold-out {hold_out}: no training row remains of the {held} rows of {name}; give a smaller share"
+        )
+    return rows[held:], {first: rows[:held]}
+
+
+def splits_read(name: str, hold_out: float | None) -> list[str]:
+    """Return the splits that a task reads: training data first, unless a share of the validation split is held out."""
+    splits = list(TASKS[name].splits)
+    return ["train", *splits] if hold_out is None else splits[:1]
+
+
+def _keep(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
+    """Write the fine-tuned weights with a copy of the export's source, so that the folder loads as the export."""
+    with atomic_folder(folder, overwrite=True) as temporary:
+        ignored = shutil.ignore_patterns("*.safetensors*", "training", "SHA256SUMS")
+        shutil.copytree(source, temporary, ignore=ignored, dirs_exist_ok=True)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
