@@ -50,19 +50,19 @@ def evaluate(
     begin = time.perf_counter()
     done, stopped = 0, False
 
-    def watched(batches: Iterable[Batch]) -> Iterator[Batch]:
+    def counted(batches: Iterable[Batch]) -> Iterator[Batch]:
         nonlocal done, stopped
         for batch in batches:
             if stopped := stop():
                 return
             yield batch
+            done += 1
             if progress is not None:
-                done += 1
                 progress(done / data.micro_batches)
 
     sums = {}
     for name in data.parts:
-        sums[name] = engine.evaluate(watched(data.batches(name, limit)))
+        sums[name] = engine.evaluate(counted(data.batches(name, limit)))
         if stopped:
             return None
     # A small part of a masked set may have no masked token. It then has no loss.
@@ -85,6 +85,7 @@ def evaluate(
     if "" not in data.parts:
         values.update(by_part)
     values["evaluated_tokens"] = sum(part.weight for part in sums.values())
+    values["evaluated_fraction"] = 1.0 if limit is None else min(1.0, done / data.micro_batches)
     values["seconds"] = time.perf_counter() - begin
     return values
 

@@ -234,7 +234,7 @@ class _Progress:
         if kind in ("validation", "test"):
             if self.bar is not None:
                 self.bar.set_postfix_str(self.step_text, refresh=False)
-            self._print(f"{self._place(step)}  {kind}  {_pairs(values, _VALIDATION_FORMATS)}")
+            self._print(f"{self._place(step)}  {kind}  {_pairs(values, _VALIDATION_FORMATS)}{_part_of_set(values)}")
         if kind == "evaluation":
             named = {key: value for key, value in values.items() if "/" in key and not isinstance(value, str)}
             averages = {key: value for key, value in named.items() if key.endswith("/average")} or named
@@ -302,6 +302,13 @@ def _pairs(values: Mapping[str, Value], formats: Mapping[str, tuple[str, str]], 
         if not isinstance(values.get(key, ""), str) and not (key == "skipped_steps" and values[key] == 0)
     )
     return separator.join(shown)
+
+
+def _part_of_set(values: Mapping[str, Value]) -> str:
+    fraction = values.get("evaluated_fraction")
+    if not isinstance(fraction, float):
+        return ""
+    return "  (whole set)" if fraction == 1 else f"  ({fraction:.1%} of the set)"
 
 
 def _duration(seconds: float) -> str:

@@ -45,7 +45,11 @@ def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_p
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
     lines = metrics_lines(folder)
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 9))
-    assert [line["step"] for line in lines if line["kind"] == "validation"] == [4, 8]
+    validations = [line for line in lines if line["kind"] == "validation"]
+    assert [line["step"] for line in validations] == [4, 8]
+    assert 0 < validations[0]["evaluated_fraction"] < validations[1]["evaluated_fraction"] == 1
+    part = f"{validations[0]['evaluated_fraction']:.1%}"
+    assert f"validations during the run read {part} of this set, so their losses differ" in out
     expected = {
         "loss",
         "perplexity",

@@ -104,6 +104,22 @@ def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert drawn(scores) == [[(2, 40), (3, 40)], [(2, 52), (3, 53)]]
 
 
+def test_validations_of_the_whole_set_have_their_own_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = MetricsLogger(tmp_path, total_steps=3, progress_bar=False)
+    for step, fraction in ((1, 0.1), (2, 0.1), (3, 1.0)):
+        metrics.log(step, {"loss": 9.0 - step, "tokens": step})
+        metrics.log(step, {"loss": 7.5 - step, "tokens": step, "evaluated_fraction": fraction}, kind="validation")
+    metrics.close()
+    figures: list[Any] = []
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
+    plot_loss(tmp_path)
+    axes = figures[0].axes[0]
+    assert drawn(axes)[2:] == [[(1, 6.5), (2, 5.5)], [(3, 4.5)]]
+    assert axes.lines[2].get_marker() != axes.lines[3].get_marker()
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names[2:] == ["validation, part of the set", "validation, whole set"]
+
+
 def test_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=2, progress_bar=False)
     for step in (1, 2):

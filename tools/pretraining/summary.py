@@ -31,14 +31,14 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     """Return the closing text of a run. Plot `loss.png` if a step is logged, then write `summary.json`, which marks the end."""
     from tools.reporting.run_curves import plot_loss
 
-    folder = config.run.path
-    state = result.state
+    folder, state = config.run.path, result.state
     if not result.finished:
         again = "the same command" + (" without checkpoint.resume" if _has_fixed_start(config) else "")
         return (
             f"\nstopped after step {state.step} of {config.schedule.train_steps}; saved to {result.checkpoint}\n"
             f"{again} resumes from there"
         )
+    measured = read_metrics(folder)
     rate = state.consumed_tokens / max(state.seconds, 1e-9)
     lines = [
         "",
@@ -55,7 +55,13 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     }
     if result.validation:
         values = result.validation
-        lines += ["", f"validation loss {values['loss']:.4f} nats/token, perplexity {values['perplexity']:.2f}"]
+        lines += [
+            "",
+            f"validation loss {values['loss']:.4f} nats/token, perplexity {values['perplexity']:.2f} (whole set)",
+        ]
+        parts = [line["evaluated_fraction"] for line in measured if 0 < line.get("evaluated_fraction", 1) < 1]
+        if parts:
+            lines.append(f"validations during the run read {parts[-1]:.1%} of this set, so their losses differ")
         if "bits_per_byte" in values and data.validation_text is not None:
             text = data.validation_text.read_bytes()
             report["compressors"] = compressed_bits_per_byte(text)
@@ -69,7 +75,6 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
                 f"accuracy of the most frequent token of the training text: {report['unigram']['accuracy']:.2%} "
                 f"(loss {report['unigram']['loss']:.4f})",
             ]
-    measured = read_metrics(folder)
     tests = [line for line in measured if line["kind"] == "test" and line["step"] == state.step]
     if tests:
         test = report["test"] = {key: value for key, value in tests[-1].items() if key not in ("kind", "step", "time")}

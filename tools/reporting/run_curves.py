@@ -82,7 +82,7 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
             top.set_xlabel("tokens")
         for panel in panels.flat:
             panel.xaxis.set_major_locator(_whole_numbers())
-        _legend_of_styles(axes, bool(data.validation))
+        _legend_of_styles(axes, [data])
     return out
 
 
@@ -124,7 +124,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
         speed.set(xlabel="step", title="tokens per second")
         rate.set(xlabel="step", title="learning rate")
         norm.set(xlabel="step", title="gradient norm")
-        _legend_of_styles(by_tokens, any(run.validation for run in data))
+        _legend_of_styles(by_tokens, data)
         for i, suite in enumerate(suites):
             _draw_scores(figure.add_subplot(grid[2 + i // 2, 3 * (i % 2) : 3 * (i % 2) + 3]), data, suite)
         handles = [Line2D([], [], color=series_style(i)["color"], lw=2.5) for i in range(len(data))]
@@ -161,16 +161,33 @@ def _whole_numbers() -> Any:
 
 def _draw_loss(axes: Any, run: Run, color: str, x: str, faint: float) -> None:
     _draw(axes, run, color, "loss", faint, x=x)
-    if run.validation:
-        points = {"marker": "o", "ms": 4.5, "mfc": "white", "mew": 1.4}
-        axes.plot(column(run.validation, x), column(run.validation, "loss"), color=color, lw=0, zorder=4, **points)
+    _draw_validation(axes, run, color, "loss", x)
+
+
+def _draw_validation(axes: Any, run: Run, color: str, key: str, x: str) -> None:
+    for name in validation_names([run]):
+        lines = [line for line in run.validation if _validation_name(line) == name]
+        axes.plot(column(lines, x), column(lines, key), color=color, **_marker(name, color), zorder=4)
+
+
+def _validation_name(line: dict[str, Any]) -> str:
+    fraction = line.get("evaluated_fraction")
+    return "validation" + ("" if fraction is None else ", whole set" if fraction == 1 else ", part of the set")
+
+
+def validation_names(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the validation sets that the runs used: the whole set, a part of it, or unknown."""
+    return sorted({_validation_name(line) for run in runs for line in run.validation})
+
+
+def _marker(name: str, color: str) -> dict[str, Any]:
+    whole = name.endswith("whole set")
+    return {"lw": 0, "marker": "D" if whole else "o", "ms": 4.5, "mfc": color if whole else "white", "mew": 1.4}
 
 
 def _draw_accuracy(axes: Any, run: Run, baseline: float | None) -> None:
     _draw(axes, run, COLORS[0], "accuracy", 0.25)
-    if run.validation:
-        points = {"marker": "o", "ms": 4.5, "mfc": "white", "mew": 1.4}
-        axes.plot(column(run.validation, "step"), column(run.validation, "accuracy"), color=COLORS[0], lw=0, **points)
+    _draw_validation(axes, run, COLORS[0], "accuracy", "step")
     if baseline is not None and math.isfinite(baseline):
         axes.axhline(baseline, color=GRAY, ls=":", lw=1.2, label="the most frequent token")
         axes.legend(loc="lower right")
@@ -227,14 +244,14 @@ def _limit_robust(axes: Any, values: Sequence[NDArray[np.float64]]) -> None:
         axes.set_ylim(0, 1.15 * max(tops))
 
 
-def _legend_of_styles(axes: Any, validation: bool) -> None:
+def _legend_of_styles(axes: Any, runs: Sequence[Run]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=GRAY, lw=0.8, alpha=0.4), Line2D([], [], color=GRAY, lw=1.5)]
     labels = ["training, every logged step", "training, smoothed"]
-    if validation:
-        handles.append(Line2D([], [], color=GRAY, lw=0, marker="o", ms=4.5, mfc="white", mew=1.4))
-        labels.append("validation")
+    for name in validation_names(runs):
+        handles.append(Line2D([], [], color=GRAY, **_marker(name, GRAY)))
+        labels.append(name)
     axes.legend(handles, labels, loc="upper right", fontsize=8)
 
 

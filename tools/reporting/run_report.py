@@ -49,6 +49,7 @@ def collect(run: Path) -> dict[str, Any]:
         {k: line.get(k, "") for k in ("step", "prompt", "text")} for line in lines if line.get("kind") == "sample"
     ]
     summary = _read_json(folder / "summary.json") or {}
+    is_current = summary.get("steps") == train[-1]["step"]  # not of a shorter run before
     if "sample" in summary and not samples:
         samples = [{"step": summary.get("steps"), "prompt": "", "text": summary["sample"]}]
     config, environment = _checkpoint(folder)
@@ -58,6 +59,7 @@ def collect(run: Path) -> dict[str, Any]:
         "train": columns(train, MOST_POINTS),
         "validation": columns(validation, MOST_POINTS),
         "scores": columns(evaluation, MOST_POINTS),
+        "totals": {key: summary.get(key) for key in ("training_seconds", "tokens_per_second")} if is_current else {},
         "steps_a_point": -(-len(train) // MOST_POINTS),
         "samples": samples,
         "evaluation": _read_json(folder / "results.json"),

@@ -151,16 +151,18 @@ def test_plain_lines_are_sparse_and_name_what_matters() -> None:
     progress = _Progress(1000, 0, stream)
     for step in range(1, 1001):
         progress.show(step, {"loss": 4.0, "tokens_per_second": 12345.6, "skipped_steps": 0}, "train")
-    progress.show(1000, {"loss": 3.5, "perplexity": 33.1, "bits_per_byte": 1.75}, "validation")
-    progress.show(1000, {"loss": 3.6, "perplexity": 36.6}, "test")
+    progress.show(
+        1000, {"loss": 3.5, "perplexity": 33.1, "bits_per_byte": 1.75, "evaluated_fraction": 0.0584}, "validation"
+    )
+    progress.show(1000, {"loss": 3.6, "perplexity": 36.6, "evaluated_fraction": 1.0}, "test")
     progress.close()
     *lines, test = stream.getvalue().splitlines()
-    assert test == "step 1000/1000  test  loss 3.6000  perplexity 36.60"
+    assert test == "step 1000/1000  test  loss 3.6000  perplexity 36.60  (whole set)"
     assert len(lines) == 1 + 25 + 1, "the first step, every 4 %, the validation"
     assert lines[0].startswith("step    1/1000  loss 4.0000  tokens/s 12,346  ETA ")
     assert lines[1].startswith("step   40/1000")
     assert lines[-2] == "step 1000/1000  loss 4.0000  tokens/s 12,346"
-    assert lines[-1] == "step 1000/1000  validation  loss 3.5000  perplexity 33.10  bits/byte 1.7500"
+    assert lines[-1] == "step 1000/1000  validation  loss 3.5000  perplexity 33.10  bits/byte 1.7500  (5.8% of the set)"
 
 
 def test_a_slow_run_prints_by_time() -> None:

@@ -244,6 +244,30 @@ def test_diverged_run_shows_nan(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_page_names_the_validation_set_and_agrees_with_the_summary(tmp_path: Path) -> None:
+    metrics = MetricsLogger(tmp_path, total_steps=40, progress_bar=False)
+    for step in range(1, 41):
+        speed = {"step_seconds": 1.0, "tokens_per_second": 10.0 + step}
+        metrics.log(step, {"loss": 3.0 + step % 2, "tokens": 10 * step, **speed})
+    for step, fraction in ((20, 0.25), (40, 1.0)):
+        values = {"loss": step / 10, "tokens": 10 * step, "evaluated_fraction": fraction}
+        metrics.log(step, values, kind="validation")
+    metrics.close()
+    summary = {"steps": 40, "training_seconds": 50.0, "tokens_per_second": 8.0}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    words = 'at("rest").append(JSON.stringify(charts[0].lines.filter((line) => line.points)))'
+    text = shown_by_node(write_report(tmp_path), words)
+    assert "numbers 4.0000 validation loss, whole set 3.3333 training loss, smoothed 8 tokens/s 50.0 s training" in text
+    (points,) = re.findall(r"^rest (.*)$", text, flags=re.M)
+    assert [(line["name"], line["y"], line["filled"]) for line in json.loads(points)] == [
+        ("validation, part of the set", [2.0, None], False),
+        ("validation, whole set", [None, 4.0], True),
+    ]
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "steps": 20}))  # of a shorter run before
+    assert "40.0 s training time" in shown_by_node(write_report(tmp_path))
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_page_without_positive_numbers(tmp_path: Path) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
     metrics.log(1, {"loss": float("nan"), "gradient_norm": 0.0, "tokens": 10})
