@@ -67,7 +67,7 @@ def reduce_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def build(grid: Grid) -> Iterator[Any]:
-    """A function that builds an engine; all are closed at the end."""
+    """Return a function that builds an engine; all engines are closed at the end."""
     engines: list[Engine] = []
 
     def make(

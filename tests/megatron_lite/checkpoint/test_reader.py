@@ -1,4 +1,4 @@
-"""Damaged checkpoints are refused with the file's name, and the newest one that is whole is found."""
+"""Damaged checkpoints are refused with the file's name, and the newest complete one is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 
 
 def save(directory: Path, step: int = 0) -> Path:
-    """A step folder with two tensors."""
+    """Write a step folder with two tensors."""
     weights = {"embedding.weight": torch.arange(6.0).reshape(3, 2), "head.norm.weight": torch.ones(2)}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     specs = dict.fromkeys(shapes, "replicated")
@@ -81,7 +81,7 @@ def test_sha256sum_checks_a_step_folder(tmp_path):
     ],
 )
 def test_a_wrong_manifest_of_an_earlier_version_is_refused(tmp_path, path, value, message):
-    """A checkpoint without SHA256SUMS is read; its manifest must hold what is read from it."""
+    """Read a checkpoint without SHA256SUMS, whose manifest must have the required keys."""
     folder = save(tmp_path)
     (folder / "SHA256SUMS").unlink()
     assert len(reader.read_weights(tmp_path)) == 2
@@ -118,7 +118,7 @@ def test_latest_names_a_step_folder_beside_it(tmp_path, name):
 
 
 def test_without_latest_the_newest_step_folder_is_taken(tmp_path):
-    """A kill between the first checkpoint's name and `latest` loses nothing."""
+    """Lose nothing after a kill between the rename of the first checkpoint and `latest`."""
     save(tmp_path, 9)
     newest = save(tmp_path, 10)
     (tmp_path / "latest").unlink()
@@ -136,7 +136,7 @@ def test_names_that_lead_outside_a_folder_are_refused(name):
     assert inside(Path("here"), "a/b", Path("description.json")) == Path("here/a/b")
 
 
-def test_the_newest_whole_checkpoint(tmp_path):
+def test_newest_complete_checkpoint(tmp_path):
     assert newest_whole(tmp_path) == (None, [])
     first, second, third = (save(tmp_path, step) for step in (1, 2, 3))
     assert newest_whole(tmp_path) == (third, [])
@@ -156,7 +156,7 @@ def test_the_newest_whole_checkpoint(tmp_path):
         newest_whole(tmp_path)
 
 
-def test_an_alias_bomb_ends_with_a_sentence(tmp_path):
+def test_alias_bomb_is_refused(tmp_path):
     folder = save(tmp_path)
     (folder / "SHA256SUMS").unlink()
     (folder / "config.yml").write_text(BOMB)
@@ -171,8 +171,8 @@ def test_an_alias_bomb_ends_with_a_sentence(tmp_path):
     assert yaml.load("a: &a [1]\nb: *a\n", BoundedLoader) == {"a": [1], "b": [1]}
 
 
-def test_every_file_and_name_is_on_the_disk_before_a_later_one_needs_it(tmp_path, monkeypatch):
-    """A cut of the power keeps what was flushed: files before their folder, the folder's name before `latest`, then that."""
+def test_order_of_flushes(tmp_path, monkeypatch):
+    """Flush files before their folder, the folder's name before `latest`, then `latest`: a power cut keeps flushed data."""
     events: list[str] = []
 
     def fsync(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints that are written during training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LR = 3e-4
 
 @pytest.fixture
 def gate(monkeypatch):
-    """An event that every file waits for before it is written."""
+    """Return an event that every file waits for before it is written."""
     event, write_file = threading.Event(), checkpoint_writer.write_file
 
     def late(path, tensors):
@@ -36,7 +36,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
-def test_steps_behind_its_back_change_nothing(build, gate, tmp_path, dtype, stage):
+def test_steps_during_a_save_change_nothing_in_it(build, gate, tmp_path, dtype, stage):
     steps = batches(5)
     engine = build(model_config(), dtype=dtype, zero_stage=stage)
     engine.train_step(steps[0], lr=LR)
@@ -63,7 +63,7 @@ def test_steps_behind_its_back_change_nothing(build, gate, tmp_path, dtype, stag
 
 
 def engine_at(build, steps, dtype, stage):
-    """The third of three steps, without any save."""
+    """Return the state after three steps without a save."""
     engine = build(model_config(), dtype=dtype, zero_stage=stage)
     return [engine.train_step(step, lr=LR) for step in steps[:3]][-1]
 
@@ -89,7 +89,7 @@ def test_latest_moves_when_all_have_written_and_the_next_save_waits(build, gate,
 
 
 @pytest.mark.parametrize("what", ["write_file", "publish"])
-def test_a_failure_is_raised_at_a_later_step_and_spares_the_former(build, monkeypatch, tmp_path, what):
+def test_failure_is_raised_at_a_later_step_and_the_previous_checkpoint_stays(build, monkeypatch, tmp_path, what):
     engine = build(model_config())
     writer = Checkpointer(engine, tmp_path, asynchronous=True)
     writer.save_async(step=1, state={}, config_yaml="")
@@ -115,7 +115,7 @@ def test_a_failure_is_raised_at_a_later_step_and_spares_the_former(build, monkey
     assert writer.finish()
 
 
-def test_a_disk_that_does_not_answer_ends_the_run_after_the_limit(build, gate, tmp_path):
+def test_disk_that_does_not_answer_ends_the_run_after_the_timeout(build, gate, tmp_path):
     writer = Checkpointer(build(model_config()), tmp_path, timeout_seconds=0.06)
     writer.save_async(step=1, state={"step": 1}, config_yaml="a: 1\n")
     with pytest.raises(

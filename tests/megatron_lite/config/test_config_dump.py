@@ -120,7 +120,7 @@ def test_explain_names_the_origin_of_each_value(tmp_path: Path, monkeypatch: pyt
     assert load(file=Path("explained.yml")) == load_config(["main.yml"], overrides, model_type=StandIn, world_size=1)
 
 
-def test_a_section_taken_back_has_no_origin(tmp_path: Path) -> None:
+def test_section_reset_to_null_has_no_origin(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
     file.write_text("data: {tokenizer: {type: bytes, path: x}}\n")
     text = explain_config([file], [*LEAST, "data.tokenizer=null"], model_type=StandIn)

@@ -218,7 +218,7 @@ def test_wrong_value_in_a_file_names_its_line(here: Path) -> None:
     assert problems(file=file) == ['optimizer.betas = [0.9, "x"]: list of 2: number >= 0 and < 1 is allowed (a.yml:2)']
 
 
-def test_the_models_own_check_is_placed(here: Path) -> None:
+def test_error_of_the_model_has_its_origin(here: Path) -> None:
     file = write(here / "a.yml", "model:\n  num_heads: 5\n")
     expected = "model.num_heads = 5 does not divide model.hidden_size; nearest: 2 or 4 (a.yml:2)"
     assert problems(file=file) == [expected]
@@ -357,7 +357,7 @@ def test_nearest_batch_sizes_are_legal() -> None:
         ),
     ],
 )
-def test_values_that_do_not_go_together(overrides: tuple[str, ...], message: str) -> None:
+def test_conflicting_values(overrides: tuple[str, ...], message: str) -> None:
     (line,) = problems(*overrides)
     assert line.partition(" (override")[0].partition(" (data")[0] == message
 
@@ -372,7 +372,7 @@ def test_the_decay_of_wsd_that_is_named_is_allowed(warmup: int, decay: int) -> N
         load_config([], [*LEAST, *steps[1:], "schedule.wsd_decay_fraction=1"], model_type=StandIn)
 
 
-def test_a_file_that_is_not_there_does_not_make_its_keys_missing(here: Path) -> None:
+def test_missing_file_does_not_report_its_keys(here: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([here / "gone.yml"], ["model.nrom=rmsnorm"], model_type=StandIn)
     absent, unknown = caught.value.problems

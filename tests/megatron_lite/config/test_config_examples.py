@@ -59,7 +59,7 @@ def test_large_runs_fit_every_cluster(path: Path, cluster: str, ranks: int) -> N
 
 @pytest.mark.parametrize("path", MODELS, ids=name_of)
 def test_models_load_over_the_default_run(path: Path) -> None:
-    """A model file says all that differs between models, so nothing of the default's model is left."""
+    """Load each model file over the default run: it sets every key that differs between models."""
     config = load(CONFIGS / "default.yml", path, overrides=("data.tokenizer.vocab_size=512",))
     alone = read_sources([path]).tree["model"]
     assert config.model == ModelConfig(**{key: value for key, value in alone.items() if value is not None})
@@ -137,7 +137,7 @@ def test_masked_recipes_are_the_paper_s(name: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path in LARGE if path.stem.startswith("metala") and "300b" not in path.stem],
                          ids=name_of)  # fmt: skip
-def test_metala_recipes_say_what_is_stated_and_what_is_inferred(path: Path) -> None:
+def test_metala_recipes_mark_stated_and_inferred_values(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for key in ("sequence_length", "global_batch_size", "lr", "train_steps"):
         assert re.search(rf"^  {key}: .*# stated", text, re.MULTILINE), key
@@ -188,7 +188,7 @@ def test_prepared_data_can_be_exchanged_for_raw_files() -> None:
 
 @pytest.mark.parametrize("name", ["pile", "c4", "c4_mlm"])
 def test_the_commands_that_make_token_files_make_the_named_ones(name: str) -> None:
-    """The comments of a data file are commands; their arguments are those of the tool, and so are the names."""
+    """Check the commands in the comments of data files: arguments and file names are those of the tool."""
     text = (CONFIGS / "data" / f"{name}.yml").read_text(encoding="utf-8")
     model = "metala_bidirectional_tiny" if name.endswith("mlm") else "metala_360m"
     model_file = CONFIGS / ("model" if name.endswith("mlm") else ".") / f"{model}.yml"

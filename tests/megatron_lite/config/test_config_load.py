@@ -50,7 +50,7 @@ def test_later_files_win_and_sections_merge(tmp_path: Path) -> None:
     assert config.model.mixers == ("attention",)  # a list replaces a list
 
 
-def test_includes_lie_under_the_file_that_names_them(tmp_path: Path) -> None:
+def test_file_overrides_its_includes(tmp_path: Path) -> None:
     write(tmp_path / "parts" / "deep.yml", "run: {seed: 1, name: deep}\nlogging: {interval: 7}\n")
     write(tmp_path / "parts" / "one.yml", "include: deep.yml\nrun: {seed: 2}\n")
     write(tmp_path / "two.yml", "run: {device: cpu}\nlogging: {interval: 8}\n")
@@ -74,7 +74,7 @@ def test_one_file_may_be_included_twice(tmp_path: Path) -> None:
     assert load(files=(main,)).run.seed == 5
 
 
-def test_an_empty_file_and_an_empty_section_say_nothing(tmp_path: Path) -> None:
+def test_empty_file_and_empty_section_change_nothing(tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.yml", "# nothing yet\n")
     section = write(tmp_path / "section.yml", "logging:\n  # interval: 3\n")
     assert load(files=(empty, section)) == load()
@@ -118,13 +118,13 @@ def test_overrides_are_yaml_values(override: str, path: str, value: Any) -> None
     assert type(found) is type(value)
 
 
-def test_overrides_lie_over_files_and_one_another(tmp_path: Path) -> None:
+def test_overrides_follow_files_in_order(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yml", "run: {seed: 1, name: a}\n")
     config = load("run.seed=2", "run.seed=3", files=(file,))
     assert (config.run.seed, config.run.name) == (3, "a")
 
 
-def test_null_takes_back_what_a_file_gave(tmp_path: Path) -> None:
+def test_null_restores_the_default(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yml", "model: {mixer_options: {metala: {preset: paper}}}\n")
     assert load("model.mixer_options=null", files=(file,)).model.mixer_options == {}
     assert load("model.mixer_options.metala=null", files=(file,)).model.mixer_options == {}
@@ -190,5 +190,5 @@ def test_importing_the_configuration_is_light() -> None:
 
 
 def test_empty_sections_of_removed_keys_are_ignored():
-    """A dump of an earlier version holds `parallel.cublaslt` with its defaults."""
+    """Ignore `parallel.cublaslt` with its defaults, as dumps of an earlier version hold it."""
     assert load("parallel.cublaslt={device: null, version: null, algorithms: {}}") == load()

@@ -47,7 +47,7 @@ def test_every_key_stands_in_the_reference() -> None:
         assert f"({file.relative_to(CONFIGS)})" in text
 
 
-def test_rows_tell_type_default_and_meaning() -> None:
+def test_rows_hold_type_default_and_meaning() -> None:
     text = tool.config_reference(StandIn, {"metala": Options}, CONFIGS)
     for row in (
         "| `optimizer.lr` | number > 0 | **required** | Peak learning rate. |",
@@ -61,7 +61,7 @@ def test_rows_tell_type_default_and_meaning() -> None:
         assert f"\n{row}" in text
 
 
-def test_a_file_is_told_by_its_first_sentence(tmp_path: Path) -> None:
+def test_file_is_described_by_its_first_sentence(tmp_path: Path) -> None:
     for name, text in {
         "long": "# Two lines of one\n# sentence. And another.\nrun: {}\n",
         "short": "# One line.\n# Another.\nrun: {}\n",
@@ -75,7 +75,7 @@ def test_a_file_is_told_by_its_first_sentence(tmp_path: Path) -> None:
     assert "| [bare.yml](bare.yml) | No end |\n" in text
 
 
-def test_a_stale_reference_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_reference_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "CONFIGS", tmp_path)
     assert tool.main(["--check"]) == 1
     assert tool.main([]) == 0

@@ -64,7 +64,7 @@ def test_conflicting_values_are_refused(overrides: tuple[str, ...], message: str
     assert [line for line in caught.value.problems if line.startswith(message)], caught.value.problems
 
 
-def test_what_goes_together() -> None:
+def test_valid_combinations() -> None:
     packed = ("data.masked.layout=packed", "data.reset_at_documents=true")
     ramp = (*BATCH, "batch.ramp={start: 4, increment: 4, samples: 90}")
     for overrides in ((*MASKED, *packed), ramp, (*FILES, "data.blend={by: documents, temperature: 3.0}")):

@@ -30,7 +30,7 @@ def load(world_size: int, *overrides: str) -> object:
     return load_config([], [*MODEL, *overrides], model_type=ModelConfig, world_size=world_size)
 
 
-def test_data_ranks_are_what_the_model_leaves() -> None:
+def test_data_ranks_follow_from_the_model_ranks() -> None:
     config = load(8, "parallel.tensor=2", "parallel.pipeline=2")
     assert config.batch.data_ranks == 2
     assert config.batch.global_batch_size == 4
@@ -109,7 +109,7 @@ def test_a_layout_that_cannot_run_is_refused(world_size: int, overrides: list[st
         ([*EVEN], None),
     ],
 )
-def test_a_micro_batch_is_halved_where_it_can_be(overrides: list[str], halved: bool | None) -> None:
+def test_tensor_overlap_is_on_where_supported(overrides: list[str], halved: bool | None) -> None:
     assert load(4, "parallel.cuda_graph=true", *overrides).parallel.tensor_overlap is halved
 
 

@@ -14,7 +14,7 @@ LR = 1e-4
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_batch_that_grows_equals_the_oracle(build, stage):
+def test_batch_ramp_equals_the_oracle(build, stage):
     config = model_config()
     steps = [batches(1, accumulation=count)[0] for count in (1, 1, 2, 3, 3, 5)]
     expected = oracle.train(config, steps, seed=11, lr=LR, warmup=0, total=10**9)
@@ -25,8 +25,8 @@ def test_a_batch_that_grows_equals_the_oracle(build, stage):
         assert result.gradient_norm == pytest.approx(norm, rel=1e-6)
 
 
-def test_packed_documents_equal_documents_by_themselves(build):
-    """A row of two samples with their documents and the padding of cu_seqlens, against every document as a micro batch."""
+def test_packed_documents_equal_separate_documents(build):
+    """Compare a packed row of two samples with each document as a micro-batch."""
     config = model_config()
     generator = torch.Generator().manual_seed(3)
     tokens, labels = torch.randint(0, VOCAB, (2, 1, 2 * LENGTH), generator=generator)
@@ -52,7 +52,7 @@ def test_packed_documents_equal_documents_by_themselves(build):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_loss_is_told_apart_by_source_and_nothing_else_changes(build, stage, dtype):
+def test_loss_per_source_changes_nothing_else(build, stage, dtype):
     config = model_config()
     steps = batches(3)
     for batch in itertools.chain(*steps):

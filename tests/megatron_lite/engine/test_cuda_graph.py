@@ -1,4 +1,4 @@
-"""When blocks are recorded and when they run as without; CUDA itself is in tests/gpu/test_cuda_graph.py."""
+"""When blocks are captured and when they run eagerly; tests/gpu/test_cuda_graph.py covers CUDA itself."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def build(blocks: Any = lambda _: "tried") -> Any:
     return GraphedBlocks(blocks, lambda _, **__: "otherwise", [])
 
 
-def test_the_third_call_of_a_shape_is_recorded() -> None:
+def test_third_call_of_a_shape_is_captured() -> None:
     call = build()
-    found = [call(x) for x in (SMALL, LARGE, LARGE, SMALL, SMALL, SMALL, LARGE, SMALL)]
-    assert found == ["tried"] * 5 + ["replay of 2", "otherwise", "replay of 2"]
+    results = [call(x) for x in (SMALL, LARGE, LARGE, SMALL, SMALL, SMALL, LARGE, SMALL)]
+    assert results == ["tried"] * 5 + ["replay of 2", "otherwise", "replay of 2"]
     assert call(SMALL, mask=SMALL) == "otherwise"
     with torch.no_grad():
         assert call(SMALL) == "otherwise"
 
 
-def test_what_waits_for_the_device_is_not_recorded_and_said_once() -> None:
+def test_blocks_that_synchronise_are_not_captured_with_one_warning() -> None:
     def blocks(_: Tensor) -> str:
         warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=2)
         warnings.warn("something else", stacklevel=2)
@@ -66,7 +66,7 @@ def test_what_waits_for_the_device_is_not_recorded_and_said_once() -> None:
     assert len(texts) == 3
 
 
-def test_a_recording_that_fails_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_capture_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -77,7 +77,7 @@ def test_a_recording_that_fails_names_the_key(monkeypatch: pytest.MonkeyPatch) -
         call(SMALL)
 
 
-def test_while_it_is_recorded_modules_read_aliases_of_their_parameters() -> None:
+def test_modules_read_aliases_of_their_parameters_during_the_capture() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     second.weight = first.weight
     weight, bias = first.weight, first.bias

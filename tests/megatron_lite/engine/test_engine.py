@@ -51,7 +51,7 @@ def test_zero_stages_equal_the_oracle(build, stage):
     assert_equal(run(build(config, zero_stage=stage), steps), expected, 1e-6)
 
 
-def test_a_closed_engine_leaves_nothing_behind(build):
+def test_closed_engine_frees_its_memory(build):
     linear = torch.nn.functional.linear
     engine = build(model_config(), zero_stage=3)
     assert torch.nn.functional.linear is not linear  # what ZeRO 3 does
@@ -70,7 +70,7 @@ def test_activation_checkpointing_changes_nothing(build, mode, others, stage):
     assert_equal(run(engine, steps), expected, 1e-6)
 
 
-def test_selective_checkpointing_goes_with_weights_that_zero_3_gathers_for_every_pass(build, tmp_path):
+def test_selective_checkpointing_with_zero_3(build, tmp_path):
     """They have more than 100,000 elements. Which are there at a pass depends on the passes before it."""
     config = model_config(intermediate_size=1600)
     steps = batches(4)
@@ -90,7 +90,7 @@ def test_selective_checkpointing_goes_with_weights_that_zero_3_gathers_for_every
     ("mixer", "stage", "dtype"),
     [("metala", 1, "bf16"), ("metala", 3, "fp32"), ("lion", 2, "fp32"), ("attention", 3, "bf16")],
 )
-def test_what_is_forgotten_changes_no_bit(build, monkeypatch, mixer, stage, dtype):
+def test_elementwise_recomputation_is_bitwise_equal(build, monkeypatch, mixer, stage, dtype):
     settings = megatron_lite.engine.engine.deepspeed_config
 
     def none_persists(*args: Any, **words: Any) -> dict[str, Any]:
@@ -128,15 +128,17 @@ def test_bf16_stays_near_float32(build):
 
 
 @pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
-def test_gradients_in_bf16_are_summed_as_deepspeed_sums_them(build, monkeypatch, release):
+def test_bf16_accumulation_equals_that_of_deepspeed(build, monkeypatch, release):
     config = model_config()
-    # Steps of one, three and two micro batches, one of them vetoed: gradients of all kinds lie in the memory before.
+    # Steps of one, three and two micro-batches, one of them skipped, so that the buffers hold various old gradients.
     steps = [*batches(2, accumulation=1), *batches(3, accumulation=3), *batches(2)]
 
     def train() -> tuple[list[StepResult], list[torch.Tensor]]:
         engine = build(config, dtype="bf16")
-        vetoes = [lambda loss, index=index: index == 3 for index in range(len(steps))]
-        results = [engine.train_step(step, lr=1e-3, should_skip=veto) for step, veto in zip(steps, vetoes, strict=True)]
+        results = [
+            engine.train_step(step, lr=1e-3, should_skip=lambda _, skip=index == 3: skip)
+            for index, step in enumerate(steps)
+        ]
         weights = [fragment.tensors["weight"].clone() for fragment in engine.optimizer_state.fragments()]
         engine.close()
         return results, weights
@@ -190,13 +192,13 @@ def test_a_step_without_weight_has_no_loss_and_is_skipped(build, dtype):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_the_same_seed_is_the_same_model_and_another_is_not(build):
+def test_seed_decides_the_model(build):
     step = batches(1)[0]
     losses = [build(model_config(), seed=seed).evaluate(step)[0] for seed in (3, 3, 4)]
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_evaluation_between_steps_leaves_no_trace(build):
+def test_evaluation_between_steps_changes_nothing(build):
     steps = batches(4)
     plain = run(build(model_config()), steps)
     engine = build(model_config())
@@ -222,19 +224,19 @@ def test_correct_predictions_are_those_of_the_call(build):
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
-def test_a_non_finite_gradient_or_a_veto_skips_the_update(build, dtype, stage):
+def test_non_finite_gradient_and_should_skip_skip_the_update(build, dtype, stage):
     steps = batches(3)
     engine = build(model_config(), dtype=dtype, zero_stage=stage)
     first = engine.train_step(steps[0], lr=LR)
     before = {f.name: f.tensors["weight"].clone() for f in engine.optimizer_state.fragments()}
     moments = {f.name: f.tensors["exp_avg"].clone() for f in engine.optimizer_state.fragments()}
-    vetoed = engine.train_step(steps[1], lr=LR, should_skip=lambda loss: loss > 0)
+    skipped = engine.train_step(steps[1], lr=LR, should_skip=lambda loss: loss > 0)
     broken = [{**batch, "loss_weight": batch["loss_weight"] * math.inf} for batch in steps[1]]
-    poisoned = engine.train_step(broken, lr=LR)
+    not_finite = engine.train_step(broken, lr=LR)
     assert not first.skipped
-    assert vetoed.skipped
-    assert math.isfinite(vetoed.loss)
-    assert poisoned.skipped
+    assert skipped.skipped
+    assert math.isfinite(skipped.loss)
+    assert not_finite.skipped
     for fragment in engine.optimizer_state.fragments():
         assert torch.equal(fragment.tensors["weight"], before[fragment.name])
         assert torch.equal(fragment.tensors["exp_avg"], moments[fragment.name])

@@ -113,8 +113,8 @@ def test_parameter_without_sharding_spec_is_refused(build):
 
 
 @pytest.mark.parametrize("sixth", [False, True])
-def test_the_loss_scale_goes_on_where_it_was(grid, sixth):
-    """Of fp16, which does not train here: DeepSpeed's scaler by itself."""
+def test_loss_scaler_resumes(grid, sixth):
+    """Resume DeepSpeed's loss scaler alone, because fp16 does not train on a CPU."""
     import_deepspeed()
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_holds_the_loss_scale(build, monkeypatch, tmp_path):
 
 
 def test_the_updates_are_counted_by_a_group_that_has_gradients(grid):
-    """A stage of a pipeline may have a group of nothing but a filler, whose updates AdamW does not count."""
+    """Count by groups with gradients: a pipeline stage may have a group with only a filler, which AdamW does not count."""
     adamw = SimpleNamespace(state={})
     zero = SimpleNamespace(fp32_groups_flat_partition=[torch.zeros(1), torch.zeros(4)], update_lp_params=lambda: None)
     state = OptimizerState(zero, adamw, [], stage=1, dtype="bf16", grid=grid)
@@ -163,12 +163,12 @@ def test_fp16_on_a_cpu_is_refused(build):
         build(model_config(), dtype="fp16")
 
 
-def test_the_faster_dtype_is_one_of_two():
+def test_faster_dtype_is_bf16_or_fp32():
     assert faster_dtype(torch.device("cpu"), 64, 256) in ("bf16", "fp32")
 
 
 def test_free_memory_of_a_device_that_a_scheduler_names_by_uuid(grid, monkeypatch):
-    """As ZeRO 1 and 2 ask for it at the start."""
+    """Return the free memory that ZeRO 1 and 2 query at the start."""
     import_deepspeed()
     cuda = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f0d2a9e-6b1c-4d3e-8f7a-0123456789ab,MIG-1c2d3e4f")

@@ -1,4 +1,4 @@
-"""Two halves of a micro batch: the order of their sums, and what cannot be halved."""
+"""A micro-batch in two chunks: order of their all-reduces, odd numbers of rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TwoParts(nn.Module):
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which half each sum is of: the rows of the second have values, and gradients, a thousand times as large."""
+    """Return the chunk of each all-reduce; values and gradients of the second chunk are a thousand times larger."""
     init_grid("cpu")
     seen: list[str] = []
     real = dist.all_reduce
@@ -64,10 +64,10 @@ def batch(rows: int) -> Tensor:
     return x.requires_grad_()
 
 
-def test_the_sums_of_the_halves_take_turns_forward_and_backward(sums: list[str]) -> None:
-    _, halves = build("none")
+def test_all_reduces_of_the_chunks_alternate(sums: list[str]) -> None:
+    _, overlap = build("none")
     x = batch(4)
-    y = halves(x)
+    y = overlap(x)
     assert sums == ["first", "second"] * 6
     sums.clear()
     weight = torch.ones(4, 1, 1)
@@ -78,17 +78,17 @@ def test_the_sums_of_the_halves_take_turns_forward_and_backward(sums: list[str])
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("rows", [4, 3])
-def test_values_and_gradients_are_those_of_the_whole(mode: str, rows: int) -> None:
+def test_values_and_gradients_equal_those_without_overlap(mode: str, rows: int) -> None:
     init_grid("cpu")
     results = []
-    for halved in (False, True):
-        layers, halves = build(mode)
+    for overlapped in (False, True):
+        layers, overlap = build(mode)
         x = batch(rows)
         mask = torch.arange(rows * 3).view(rows, 3) % 4 != 0
-        y = halves(x, mask=mask) if halved else x
-        for layer in () if halved else layers:
+        y = overlap(x, mask=mask) if overlapped else x
+        for layer in () if overlapped else layers:
             y = layer(y, mask=mask)
         y.square().sum().backward()
         results.append([y, x.grad, *(p.grad for p in layers.parameters())])
-    for found, wanted in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(actual, expected)

@@ -1,4 +1,4 @@
-"""What is not finite: tensors, a state before a save, and a loss that is computed once more."""
+"""Non-finite tensors, states before a save, and losses that are recomputed."""
 
 from __future__ import annotations
 

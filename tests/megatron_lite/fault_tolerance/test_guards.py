@@ -22,7 +22,7 @@ from megatron_lite.trainer import TrainState
 from tests.cli.conftest import ROOT
 
 
-def test_the_spike_guard_vetoes_far_above_the_running_mean_only():
+def test_spike_guard_skips_only_far_above_the_running_mean():
     guard = SpikeGuard(2.0, warmup=5)
     assert [guard.should_skip(loss) for loss in (8.0, 30.0, 6.0, 5.0, 4.0)] == [False] * 5  # it watches first
     mean = guard.mean
@@ -42,7 +42,7 @@ def test_the_spike_guard_is_off_at_zero_and_continues_from_a_stored_mean():
     assert not SpikeGuard(2.0, 3.0, 49).should_skip(7.0)
 
 
-def test_a_spike_guard_that_goes_on_watches_as_many_losses_as_one_that_was_never_stopped():
+def test_resumed_spike_guard_equals_the_uninterrupted_one():
     losses = [8.0, 7.0, 30.0, 6.0, 30.0, 5.0]
     whole, first = SpikeGuard(2.0, warmup=4), SpikeGuard(2.0, warmup=4)
     expected = [whole.should_skip(loss) for loss in losses]
@@ -53,7 +53,7 @@ def test_a_spike_guard_that_goes_on_watches_as_many_losses_as_one_that_was_never
     assert (rest.mean, rest.seen) == (whole.mean, whole.seen)
 
 
-def test_a_state_stored_before_losses_were_counted_has_seen_those_of_its_updates():
+def test_old_state_without_loss_count_has_one_loss_per_update():
     state = TrainState.from_dict({"step": 60, "skipped_steps": 3, "loss_mean": 2.0})
     assert state.losses_seen == 57
     assert TrainState.from_dict({**asdict(state), "losses_seen": 9}).losses_seen == 9
@@ -89,7 +89,7 @@ def test_the_skip_counter_counts_in_a_row_and_names_steps_and_samples(tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(7, 100), (150, 150)])
-def test_the_dump_holds_a_hundred_steps_and_all_that_were_skipped(tmp_path, limit, kept):
+def test_dump_holds_a_hundred_steps_and_all_skipped_ones(tmp_path, limit, kept):
     counter = SkipCounter(limit, tmp_path)
 
     def skipped_from_200_on() -> None:
@@ -121,8 +121,8 @@ def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
     assert done.stderr.count("a_step_that_hangs") >= 2  # again and again while it hangs, and not after
 
 
-def test_stacks_of_a_call_that_holds_the_interpreter_by_itself_and_on_a_signal():
-    """Of all that a process runs, the heartbeat too stands still then: faulthandler prints before the others' verdict."""
+def test_stacks_of_a_call_that_holds_the_interpreter_lock():
+    """Print stacks before the heartbeat of other processes ends the run: no Python thread runs, not even the heartbeat."""
     code = (
         "import ctypes, os, signal, subprocess, time\n"
         "from megatron_lite.fault_tolerance.guards import Watchdog, print_stacks_on_signal\n"
@@ -144,7 +144,7 @@ def test_stacks_of_a_call_that_holds_the_interpreter_by_itself_and_on_a_signal()
     assert "in another_call" in done.stderr
 
 
-def test_stacks_are_printed_before_a_verdict_by_default():
+def test_stacks_are_printed_before_the_heartbeat_ends_the_run():
     run = RunConfig()
     assert 2 * run.watchdog_minutes <= run.timeout_minutes < run.save_timeout_minutes
 
@@ -179,7 +179,7 @@ def test_the_second_interrupt_is_immediate():
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_pruning_keeps_the_newest_and_what_is_kept_always(tmp_path):
+def test_pruning_keeps_the_newest_and_permanent_checkpoints(tmp_path):
     for step in (1, 2, 4, 100, 200, 300):
         folder = tmp_path / f"step_{step:08d}"
         folder.mkdir()
@@ -199,7 +199,7 @@ def test_pruning_keeps_the_newest_and_what_is_kept_always(tmp_path):
     ]
 
 
-def test_pruning_spares_what_latest_names_and_removes_what_an_interrupted_one_left(tmp_path):
+def test_pruning_keeps_latest_and_removes_leftovers(tmp_path):
     for step in (1, 2, 3):
         (tmp_path / f"step_{step:08d}").mkdir()
     for step in (2, 3):  # of step 1 the manifest is gone already
@@ -210,7 +210,7 @@ def test_pruning_spares_what_latest_names_and_removes_what_an_interrupted_one_le
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_00000002", "step_00000003"]
 
 
-def test_what_is_later_than_latest_neither_counts_as_newest_nor_goes(tmp_path):
+def test_checkpoints_after_latest_are_not_pruned_and_do_not_count(tmp_path):
     for step in (10, 20, 30, 40):
         (tmp_path / f"step_{step:08d}").mkdir()
         (tmp_path / f"step_{step:08d}" / "manifest.json").write_text("{}")
@@ -230,7 +230,7 @@ def test_what_is_later_than_latest_neither_counts_as_newest_nor_goes(tmp_path):
     assert archive_all(tmp_path) is None
 
 
-def test_a_step_saved_again_stays_until_the_new_one_has_its_place(tmp_path, monkeypatch):
+def test_step_saved_again_stays_until_it_is_replaced(tmp_path, monkeypatch):
     final, aside = tmp_path / "step_00000001", tmp_path / ".step_00000001.writing"
     for content in ("old", "new"):
         aside.mkdir()
@@ -260,13 +260,13 @@ def test_a_step_saved_again_stays_until_the_new_one_has_its_place(tmp_path, monk
         (lambda folder: (folder / "latest").write_text("step_00000009\n"), "names step_00000009, which is incomplete"),
     ],
 )
-def test_a_folder_without_a_checkpoint_says_what_it_looked_for(tmp_path, make, message):
+def test_folder_without_checkpoint_names_allowed_folders(tmp_path, make, message):
     make(tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.resolve(tmp_path)
 
 
-def test_which_paths_are_a_runs_own_checkpoints(tmp_path, monkeypatch):
+def test_paths_of_own_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "run" / "checkpoints"
     for resume in ("run", "run/checkpoints", "run/checkpoints/step_00000004", str(own), str(tmp_path / "run")):
@@ -283,15 +283,15 @@ def test_a_foreign_manifest_is_refused(tmp_path, form, version):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_versions_that_are_read(tmp_path, version):
+def test_supported_versions(tmp_path, version):
     manifest = {"step": 1, "state": {}, "layout": {}, "tensors": {}, "files": {}}
     manifest |= {"format": checkpoint.FORMAT, "version": version}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint.read_manifest(tmp_path) == manifest
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_and_is_tried_again(tmp_path, monkeypatch):
-    """As on a network disk, where a file that another process reads keeps its folder from being removed."""
+def test_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
+    """Simulate a network disk, where an open file keeps its folder from being removed."""
     for step in (10, 20, 30, 40):
         aside = tmp_path / "aside"
         aside.mkdir()

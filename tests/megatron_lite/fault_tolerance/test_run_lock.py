@@ -16,7 +16,7 @@ from megatron_lite.fault_tolerance.run_lock import FILE_NAME, RunInUse, RunLock
 from tests.cli.conftest import ROOT
 
 
-def test_a_second_holder_is_told_who_has_the_folder_and_a_later_one_is_not_hindered(tmp_path):
+def test_second_holder_is_refused_with_the_first_ones_name(tmp_path):
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     first.acquire()
     with pytest.raises(
@@ -41,7 +41,7 @@ def test_the_key_of_the_folder_is_named(tmp_path):
     first.close()
 
 
-def test_a_killed_holder_hinders_nobody(tmp_path):
+def test_killed_holder_releases_the_lock(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from megatron_lite.fault_tolerance.run_lock import RunLock\n"
         "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('has it', flush=True); time.sleep(60)"
@@ -58,7 +58,7 @@ def test_a_killed_holder_hinders_nobody(tmp_path):
     lock.close()
 
 
-def test_a_file_that_its_holder_removed_in_between_is_not_taken_for_the_lock(tmp_path, monkeypatch):
+def test_removed_lock_file_is_not_locked(tmp_path, monkeypatch):
     first, second, third = (RunLock(tmp_path) for _ in range(3))
     first.acquire()
     flock = fcntl.flock

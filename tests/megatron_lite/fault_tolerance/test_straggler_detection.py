@@ -23,7 +23,7 @@ def judged(meter: StragglerDetector, data: list[float], forward: list[float], pr
     return meter._judge([list(map(float, row)) for row in zip(STAGES, data, forward, probe, strict=True)])
 
 
-def test_a_rank_is_compared_within_its_stage_and_named_when_it_is_slow_twice_running():
+def test_rank_that_is_slow_twice_in_its_stage_is_named():
     meter = meter_of(4)
     usual = {"data": [0.01] * 4, "forward": [0.1, 0.1, 0.3, 0.3], "probe": [0.01] * 4}
     assert judged(meter, **usual) == Spread(0, 1.0, 1.0, [])  # the second stage holds more
@@ -43,7 +43,7 @@ def test_a_rank_is_compared_within_its_stage_and_named_when_it_is_slow_twice_run
     assert sentence.startswith("rank 1 (gpu1) waits for data 200 ms, the median is 10 ms")
 
 
-def test_what_is_little_in_seconds_or_as_a_share_is_noise():
+def test_small_differences_are_noise():
     meter = meter_of(4)
     for _ in range(2):
         found = judged(meter, [0.0001, 0.0019, 0, 0], [0.1, 0.12, 0.1, 0.1], [0.001, 0.0029, 0.001, 0.001])
@@ -51,7 +51,7 @@ def test_what_is_little_in_seconds_or_as_a_share_is_noise():
     assert found.probe_ratio == pytest.approx(2.9)
 
 
-def test_the_forward_passes_of_a_step_that_is_due_are_timed():
+def test_forward_passes_of_due_steps_are_timed():
     meter = meter_of(2, interval=3)
     assert [step for step in range(1, 10) if meter.is_due(step)] == [3, 6, 9]
     assert not any(meter_of(1, interval=1).is_due(step) for step in range(5))
@@ -68,7 +68,7 @@ def test_the_forward_passes_of_a_step_that_is_due_are_timed():
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_pass_that_activation_checkpointing_stops_is_not_timed(monkeypatch, layers):
+def test_stopped_recomputation_is_not_timed(monkeypatch, layers):
     meter = meter_of(2)
     meter._layers = [torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.Flatten(0)) for _ in range(layers)]
     clock = iter(range(100))

@@ -83,7 +83,7 @@ def test_resume_removes_later_steps_and_a_cut_last_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("total", "again", "kept"), [(6, False, False), (10, True, False), (10, False, True)], ids=["end", "again", "on"]
 )
-def test_what_is_measured_after_a_step_is_kept_where_it_is_not_done_again(
+def test_evaluation_of_the_resumed_step_stays_unless_it_is_repeated(
     tmp_path: Path, total: int, again: bool, kept: bool
 ) -> None:
     measured = ("validation", "test", "sample", "evaluation", "evaluation_error")
@@ -115,14 +115,14 @@ def test_resume_keeps_the_file_when_the_rewrite_fails(tmp_path: Path, monkeypatc
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_new_run_keeps_the_earlier_file_aside(tmp_path: Path) -> None:
+def test_new_run_renames_the_earlier_file(tmp_path: Path) -> None:
     log_steps(tmp_path, 1, 3)
     log_steps(tmp_path, 1, 2)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.previous.jsonl")] == [1, 2, 3]
 
 
-def test_reading_what_is_not_there_or_is_damaged(tmp_path: Path) -> None:
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl: no metrics there"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(
@@ -176,7 +176,7 @@ def test_a_slow_run_prints_by_time() -> None:
     assert "loss 4.0000  skipped 2  ETA" in stream.getvalue().splitlines()[1]
 
 
-def test_the_time_left_counts_from_where_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_time_counts_from_the_resumed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stream = io.StringIO()
@@ -188,7 +188,7 @@ def test_the_time_left_counts_from_where_the_run_goes_on(monkeypatch: pytest.Mon
     assert [line.split("ETA ")[1] for line in stream.getvalue().splitlines()] == ["08:10", "12:30:00"]
 
 
-def test_of_suites_the_averages_are_shown_where_there_are_some() -> None:
+def test_suite_averages_are_shown_if_there_are_any() -> None:
     stream = io.StringIO()
     progress = _Progress(10, 0, stream)
     scores = {"zero_shot/piqa": 61.5, "zero_shot/boolq": 58.0, "tokens": 5, "seconds": 1.0}
@@ -265,7 +265,7 @@ def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.Monk
     assert any(file.stat().st_size > 0 for folder in folders for file in folder.glob("*.wandb"))
 
 
-def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
 
     class Run:
@@ -280,7 +280,7 @@ def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {(i["project"], i["mode"], i["name"], i["resume"]) for i in inits} == {
         ("metalion", "online", "name", "allow")
     }
-    assert inits[0]["id"] == inits[1]["id"] != inits[2]["id"], "a run that starts anew is another one"
+    assert inits[0]["id"] == inits[1]["id"] != inits[2]["id"], "a run that starts over is another one"
     assert [name for name, *_ in calls[:6]] == ["init", "define_metric", "define_metric", "log", "log", "finish"]
     assert calls[2][1:] == (("*",), {"step_metric": "step"})
     assert calls[4][1] == ({"step": 2, "train/loss": 0.5, "train/tokens": 200},)

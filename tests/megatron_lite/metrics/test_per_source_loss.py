@@ -7,7 +7,7 @@ import math
 from megatron_lite.metrics.per_source_loss import PerSourceLoss
 
 
-def test_steps_are_summed_until_they_are_taken():
+def test_sums_accumulate_until_they_are_taken():
     losses = PerSourceLoss(["books", "web", "code"], {})
     losses.add([(6.0, 2.0), (1.0, 1.0), (0.0, 0.0)])
     losses.add([(2.0, 2.0), (math.nan, 5.0), (0.0, 0.0)])  # not finite: left out whole
@@ -17,7 +17,7 @@ def test_steps_are_summed_until_they_are_taken():
     assert losses.take() == {"loss/books": 3.0, "loss/code": 5.0}
 
 
-def test_the_sums_between_two_lines_go_on_from_a_checkpoint():
+def test_sums_between_two_lines_resume_from_a_checkpoint():
     sums = {"books": [6.0, 2.0], "gone": [1.0, 1.0]}  # of another text
     losses = PerSourceLoss(["books", "web"], sums)
     losses.add([(2.0, 2.0), (1.0, 1.0)])

@@ -173,8 +173,8 @@ def test_steps_where_some_have_no_gradient(grid, monkeypatch, release):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("state", ["float32", "bf16", "bf16, ZeRO 2", "ZeRO 3"])
-def test_whose_step_is_replaced(monkeypatch, state, stages, replicas, kernels):
-    """The bf16 optimizer's always; ZeRO 1's with all in bf16 where one process has one stage and nothing is to reduce."""
+def test_optimizers_whose_step_is_replaced(monkeypatch, state, stages, replicas, kernels):
+    """Replace the step of the bf16 optimizer, and of ZeRO 1 with bf16 state on one process without a pipeline."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     monkeypatch.setattr(bf16_step, "_Kernels", lambda zero: None)

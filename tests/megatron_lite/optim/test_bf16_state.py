@@ -50,7 +50,7 @@ def test_the_master_weights_are_the_models(build, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_near_float32_and_a_vetoed_step_changes_nothing(build, stage):
+def test_near_float32_and_skipped_step_changes_nothing(build, stage):
     steps = batches(6)
     wide, narrow = (
         build(model_config(), zero_stage=stage, dtype="bf16"),

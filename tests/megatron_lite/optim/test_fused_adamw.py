@@ -35,7 +35,7 @@ def scattered(sizes: list[int], dtype: torch.dtype, device: str, seed: int = 0) 
 
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["vectors", "odd sizes"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_ten_updates_are_those_of_torch(device: str, dtype: torch.dtype, sizes: list[int]) -> None:
+def test_ten_updates_equal_those_of_torch(device: str, dtype: torch.dtype, sizes: list[int]) -> None:
     from megatron_lite.optim.fused_adamw import FlatSegments
 
     # An epsilon that shows whether it is added before or after the moment's correction.
@@ -80,7 +80,7 @@ def test_without_a_factor_nothing_changes(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_squares_of_what_is_there_and_counts(device: str, dtype: torch.dtype) -> None:
+def test_sum_of_squares_of_the_counted_gradients(device: str, dtype: torch.dtype) -> None:
     from megatron_lite.optim.fused_adamw import FlatSegments
 
     gradients: list[Tensor | None] = [*scattered(EVEN + ODD, dtype, device)]
@@ -122,8 +122,8 @@ def test_steps_where_some_have_no_gradient(
     check_steps(monkeypatch, kernels=True, accumulation=accumulation, release=True, device=device)
 
 
-def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One micro batch a step and several, one step vetoed and one with a gradient that is not finite."""
+def test_steps_with_kernels_equal_those_with_torch(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run steps of one and of several micro-batches, skipped steps, and one with a non-finite gradient."""
     steps = [*batches(2, accumulation=1), *batches(2), *batches(3, accumulation=1)]
     changed = megatron_lite.engine.engine.patch_bf16_optimizer
     results, first = [], []
@@ -136,12 +136,12 @@ def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch
         engine = build(model_config(), dtype="bf16", accumulation=1)
         zero = engine._engine.optimizer
         assert isinstance(zero.step.__self__._arithmetic, bf16_step._Kernels if kernels else bf16_step._Torch)
-        told = []
+        steps_done = []
         for index, step in enumerate(steps):
             if index == 5:
                 weight = engine.layers[0].weight
                 hook = weight.register_hook(lambda gradient: gradient * math.inf)
-            told.append(engine.train_step(step, lr=1e-3, should_skip=lambda loss, index=index: index in (1, 3)))
+            steps_done.append(engine.train_step(step, lr=1e-3, should_skip=lambda loss, index=index: index in (1, 3)))
             if index == 5:
                 hook.remove()
             if index == 0:
@@ -150,14 +150,14 @@ def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch
             assert not any(sums)
             assert all(p.grad is None for p in engine.layers[1].parameters())
         counts = {int(state["step"]) for state in zero.optimizer.state.values()}
-        assert counts == {4}  # seven but three
-        results.append((told, [fragment.tensors for fragment in engine.optimizer_state.fragments()]))
+        assert counts == {4}  # seven steps, three of them skipped
+        results.append((steps_done, [fragment.tensors for fragment in engine.optimizer_state.fragments()]))
     for wanted, got in zip(*first, strict=True):
         assert ((got - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() < 1e-6
     (expected, states), (found, kernel_states) = results
     assert [result.skipped for result in expected] == [False, True, False, True, False, True, False]
     for index, (a, b) in enumerate(zip(expected, found, strict=True)):
-        # What float32 rounds otherwise, 16 bits now and then round otherwise too.
+        # Different rounding in float32 sometimes changes the rounding to 16 bits.
         tolerance = 1e-6 if index == 0 else 1e-3
         assert a.skipped == b.skipped
         assert a.loss == pytest.approx(b.loss, rel=tolerance)
@@ -167,7 +167,7 @@ def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch
             assert ((b[key] - exact).norm() / exact.norm().clamp_min(1e-12)).item() < 1e-2, key
 
 
-def test_steps_with_all_in_bf16_are_those_of_deepspeed(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_bf16_state_equal_those_of_deepspeed(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [*batches(2, accumulation=1), *batches(2), *batches(2, accumulation=1)]
     changed = megatron_lite.engine.engine.patch_bf16_optimizer
     results = []
@@ -180,9 +180,9 @@ def test_steps_with_all_in_bf16_are_those_of_deepspeed(build, device: str, monke
         engine = build(model_config(), dtype="bf16", precision={"optimizer_state": "bf16"}, accumulation=1)
         zero = engine._engine.optimizer
         assert hasattr(zero, "skip_next") == kernels
-        told = []
+        steps_done = []
         for index, step in enumerate(steps):
-            told.append(engine.train_step(step, lr=1e-3, should_skip=lambda loss, index=index: index == 1))
+            steps_done.append(engine.train_step(step, lr=1e-3, should_skip=lambda loss, index=index: index == 1))
             assert all(p.grad is None for p in engine.layers[1].parameters())
             if index == 0:
                 state = {int(each["step"]) for each in zero.optimizer.state.values()}
@@ -195,7 +195,7 @@ def test_steps_with_all_in_bf16_are_those_of_deepspeed(build, device: str, monke
         owned = {p.untyped_storage().data_ptr() for p in weights}
         fragments = list(engine.optimizer_state.fragments())
         assert all(fragment.tensors["weight"].untyped_storage().data_ptr() in owned for fragment in fragments)
-        results.append((told, first))
+        results.append((steps_done, first))
     (expected, states), (found, kernel_states) = results
     assert [result.skipped for result in found] == [False, True, False, False, False, False]
     for index, (a, b) in enumerate(zip(expected, found, strict=True)):

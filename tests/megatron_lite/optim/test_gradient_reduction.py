@@ -15,7 +15,7 @@ from megatron_lite.optim import bf16_optimizer
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket", [12, 15, 1 << 20])
-def test_the_own_stretch_is_the_mean_and_the_others_stay(monkeypatch, dtype, bucket):
+def test_local_slice_is_the_mean_and_the_others_stay(monkeypatch, dtype, bucket):
     """Process 1 of 3, whose collective gives a sum when it is waited for."""
     flats = [torch.randn(3 * 10, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     own, at = flats[1].clone(), 0

@@ -1,4 +1,4 @@
-"""What a process of context parallelism gets of a batch, with packed documents, and that the stretches are the whole."""
+"""Local shards of a batch with packed documents: together they have the loss and gradients of the whole row."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_local_shards_of_a_packed_row_have_its_loss_and_gradients() -> None:
     copies = [copy.deepcopy(lm) for _ in range(3)]
 
     def work(index: int) -> Tensor:
-        own = local_shard(batch, Threads(index, 3, Meeting(3)))  # type: ignore[arg-type]  its group is not asked for
+        shard = local_shard(batch, Threads(index, 3, Meeting(3)))  # type: ignore[arg-type]  its group is not used
         copies[index].zero_grad()
-        loss = copies[index](own["tokens"], own["labels"], cu_seqlens=own["cu_seqlens"])
+        loss = copies[index](shard["tokens"], shard["labels"], cu_seqlens=shard["cu_seqlens"])
         loss.backward()
         return loss.detach()
 

@@ -14,7 +14,7 @@ from models.layers.projections import apply_each
 
 @pytest.mark.parametrize("return_input", [False, True])
 def test_fused_projections_equal_separate_linears(return_input: bool) -> None:
-    """With return_input, one more matmul reads x, and its gradient of x is accumulated in place."""
+    """Compare with separate linears; with return_input one more matmul reads x, whose gradient is accumulated in place."""
     torch.manual_seed(0)
     linears = [nn.Linear(6, 4), nn.Linear(6, 5, bias=False), nn.Linear(6, 4)]
     weight, x = torch.randn(3, 6), torch.randn(2, 7, 6)

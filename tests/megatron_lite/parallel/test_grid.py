@@ -8,7 +8,7 @@ from megatron_lite.parallel.grid import Grid
 
 
 def test_replicas_are_numbered_in_the_order_of_their_processes():
-    """As in DeepSpeed's groups: under ZeRO 3 the r-th of them holds the r-th part of each weight."""
+    """Number replicas as DeepSpeed's groups do: under ZeRO 3, replica r holds part r of each weight."""
     grids = [
         Grid(
             (data * 2 + context) * 2 + tensor,

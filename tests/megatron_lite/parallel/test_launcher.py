@@ -19,7 +19,7 @@ from tests.cli.conftest import ROOT
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 @pytest.mark.parametrize(("variable", "output"), [("TORCHELASTIC_RUN_ID", ""), ("NO_LAUNCHER", "survived\n")])
-def test_a_rank_dies_with_its_launcher_and_a_run_without_launcher_does_not(variable, output):
+def test_rank_dies_with_its_launcher(variable, output):
     rank = (
         "import time; from megatron_lite.parallel.launcher import end_with_launcher\n"
         "end_with_launcher(); print('ready', flush=True); time.sleep(1); print('survived')\n"
@@ -35,7 +35,7 @@ def test_a_rank_dies_with_its_launcher_and_a_run_without_launcher_does_not(varia
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_launcher_whose_store_is_gone_is_ended(answers):
+def test_launcher_without_store_is_killed(answers):
     rank = "from megatron_lite.parallel.launcher import end_stranded_launcher; end_stranded_launcher()"
     parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {rank!r}])"
     with socket.socket() as store:
@@ -48,7 +48,7 @@ def test_a_launcher_whose_store_is_gone_is_ended(answers):
     assert done.returncode == (0 if answers else -signal.SIGKILL)
 
 
-def test_ranks_of_an_earlier_launcher_are_refused_and_those_of_the_new_one_meet(monkeypatch):
+def test_ranks_of_an_earlier_launcher_are_refused(monkeypatch):
     store = dist.HashStore()
     births = threading.local()
     monkeypatch.setattr(launcher, "_start_time", lambda pid: births.ticks)
@@ -75,7 +75,7 @@ def test_ranks_of_an_earlier_launcher_are_refused_and_those_of_the_new_one_meet(
     assert "belongs to a launcher that has ended" in outcomes["stale 0"]
 
 
-def test_a_rank_that_is_taken_is_refused_with_its_holder(monkeypatch):
+def test_taken_rank_is_refused_with_its_holder(monkeypatch):
     store = dist.HashStore()
     claim_rank(store, 1)
     monkeypatch.setattr(launcher.os, "getpid", lambda: 4711)

@@ -1,4 +1,4 @@
-"""Partition words and the parts that follow from them."""
+"""Sharding specs and the shards that follow from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_checkpoints_of_earlier_versions_name_their_specs():
     assert ShardingSpec("replicated, gradient summed") is ShardingSpec.PARTIAL_GRAD
 
 
-def test_what_does_not_divide_is_not_cut():
+def test_dimension_that_does_not_divide_is_refused():
     assert Shard(1, 1, 2).cut(torch.arange(6).view(1, 6)).tolist() == [[3, 4, 5]]
     with pytest.raises(ValueError, match=r"dimension 0 of \(4, 2\) does not divide into 3 parts"):
         Shard(0, 0, 3).cut(torch.zeros(4, 2))
@@ -55,7 +55,7 @@ def test_what_does_not_divide_is_not_cut():
         ("partial_grad", (4, 2), Shard()),
     ],
 )
-def test_the_part_of_a_process(spec, shape, shard):
+def test_shard_of_a_rank(spec, shape, shard):
     assert shard_of(spec, shape, 1, 2) == shard
     assert shard_of(spec, shape, 0, 1) == Shard()
     assert shard.cut(torch.zeros(shape)).shape == shard.shape(shape)

@@ -10,7 +10,7 @@ from megatron_lite.parallel import tensor_parallel
 from megatron_lite.parallel.tensor_parallel import TensorGroup
 
 
-def test_the_sum_is_formed_in_the_memory_of_the_product(grid) -> None:
+def test_all_reduce_is_in_place(grid) -> None:
     tensor = TensorGroup(dist.group.WORLD, 0, 1)
     weight = torch.randn(3, 4, requires_grad=True)
     x = torch.randn(2, 5, 4)
@@ -28,7 +28,7 @@ def test_the_sum_is_formed_in_the_memory_of_the_product(grid) -> None:
     assert torch.equal(turned, before)
 
 
-def test_the_gradient_of_logits_is_that_of_the_own_part_of_the_vocabulary(monkeypatch) -> None:
+def test_logits_gradient_is_that_of_the_local_vocabulary(monkeypatch) -> None:
     """Process 1 of 2, of which the other has the negative logits."""
     monkeypatch.setattr(tensor_parallel, "all_gather", lambda x, group, count: torch.stack([-x, x]))
     x = torch.randn(2, 5, 3, requires_grad=True)

@@ -34,13 +34,13 @@ def test_training_is_three_forward_passes() -> None:
     assert training_flops_per_token(layers, 10) == 6 * weights + 60
 
 
-def test_the_head_of_a_masked_model_is_needed_where_a_token_is_asked_for() -> None:
+def test_head_of_a_masked_model_runs_at_labelled_positions() -> None:
     body, head = Product(8, 4), Product(16, 8)
     assert forward_flops([body, head], 10, 0.25) == [2 * 8 * 4 + 10, 0.25 * (2 * 16 * 8 + 10)]
     assert training_flops_per_token([body, head], 0, 0.25) == 6 * (8 * 4 + 0.25 * 16 * 8)
 
 
-def test_a_real_model_is_near_six_flops_a_weight() -> None:
+def test_real_model_is_near_six_flops_per_weight() -> None:
     config = ModelConfig(vocab_size=50304, num_layers=24, hidden_size=1024, num_heads=8)
     with torch.device("meta"):
         model = LanguageModel(config)
@@ -104,7 +104,7 @@ def test_a_cpu_is_measured() -> None:
     assert 0.1 < peak_flops(torch.device("cpu"), "fp32") / measured < 10
 
 
-def test_a_product_is_two_flops_a_multiply_add_and_the_fastest_of_at_least_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_peak_is_the_fastest_of_at_least_two_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 0.0, 4.0, 4.0, 6.0, 7.0])  # the start; two products, of 4 and of 2 seconds; the end
     monkeypatch.setattr(time, "perf_counter", lambda: next(times))
     assert measure_peak_flops(torch.device("cpu"), "bf16", seconds=1.0) == 2 * 1024**3 / 2
