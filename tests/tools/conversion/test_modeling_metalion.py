@@ -252,8 +252,9 @@ def test_generation_continues_from_a_cache(whole_text: bool) -> None:
     assert torch.equal(second[:, -5:], expected[:, -5:])
 
 
-def test_state_size_is_constant() -> None:
-    model = causal_model(["metala", "retnet"])
+@pytest.mark.parametrize("mixers", [["metala", "retnet"], ["rwkv7", "kda", "gated_delta_net"]], ids="-".join)
+def test_state_size_is_constant(mixers: list[str]) -> None:
+    model = causal_model(mixers)
     sizes = set()
     cache = None
     for length in (3, 1, 40, 1):
