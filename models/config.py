@@ -215,8 +215,7 @@ def check_context_parallel(config: ModelConfig, count: int, length: int) -> None
         if not getattr(MIXERS[name], "supports_context_parallel", False):
             supported = [other for other in MIXERS if getattr(MIXERS[other], "supports_context_parallel", False)]
             raise ValueError(
-                f"model.mixers: {name!r} does not support context parallelism: every token needs all others, not a state of "
-                f"constant size; supported are {', '.join(supported)}"
+                f"model.mixers: {name!r} does not support context parallelism; supported are {', '.join(supported)}"
             )
     if length % count:
         raise ValueError(

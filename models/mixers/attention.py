@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from ..backend import replaceable
 from ..layers.projections import FusedProjections, apply_each, linear
-from ..operators.varlen import check_packed
+from ..operators.attention_over_ranks import attention_over_ranks, whole
+from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state
+from ..operators.varlen import check_packed, segment_starts
 from ..options import ModelShape, option, require_at_least, require_divisor
 
 
@@ -41,7 +43,7 @@ class Attention(nn.Module):
 
     Options = AttentionOptions
     state_size: ClassVar[str] = "2 d * kv_heads / heads per token seen"
-    supports_context_parallel: ClassVar[bool] = False
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",
@@ -97,15 +99,44 @@ class Attention(nn.Module):
                 "attention with model.mixer_options.attention.causal = false sees both directions and has no state to decode "
                 "from: call it without state and return_state, or set causal = true"
             )
+        group = context_parallel_group()
+        if group is not None:
+            if state is not None or return_state:
+                refuse_state()
+            return self._over_ranks(group, x, mask, cu_seqlens)
         if cu_seqlens is not None:
             return self._packed(x, mask, cu_seqlens, state, return_state)
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim))
-            for y in self.project_inputs(x, (self.q_proj, self.k_proj, self.v_proj))
-        )
+        q, k, v = self._project(x)
         o, new_state = self._attend(q, k, v, mask, state, return_state)
         y = self.out_proj(o.flatten(-2))
         return (y, new_state) if return_state else y
+
+    def _project(self, x: Tensor) -> list[Tensor]:
+        """Return q, k and v [batch, length, heads, head_dim] before rotation."""
+        projected = self.project_inputs(x, (self.q_proj, self.k_proj, self.v_proj))
+        return [y.unflatten(-1, (-1, self.head_dim)) for y in projected]
+
+    def _over_ranks(
+        self, group: ContextParallelGroup, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """Compute `forward` of the local shard of a sequence."""
+        q, k, v = self._project(x)
+        length = x.shape[1]
+        real = None if mask is None else whole(group, mask)
+        if self.rotary_dim:
+            # Positions count real tokens of the segment.
+            counted = q.new_ones(1, length * group.count, dtype=torch.bool) if real is None else real
+            position = counted.cumsum(1) - 1
+            if cu_seqlens is not None:
+                segment, _ = segment_starts(cu_seqlens, length * group.count)
+                position = position - F.pad(position + 1, (1, 0))[:, cu_seqlens[:-1].long()][:, segment]
+            own = position[:, group.index * length : (group.index + 1) * length]
+            cos, sin = _rotary(own, self.rotary_dim, self.options.rotary_base)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        o = attention_over_ranks(
+            group, q, k, v, real, cu_seqlens, causal=self.options.causal, dot_product=self.dot_product
+        )  # fmt: skip
+        return self.out_proj(o.flatten(-2))
 
     def _packed(
         self,
@@ -125,11 +156,7 @@ class Attention(nn.Module):
         place = torch.arange(int(lengths.max()), device=x.device)
         token = place < lengths[:, None]
         index = torch.where(token, starts[:, None] + place, 0)
-        projected = (
-            y.unflatten(-1, (-1, self.head_dim))
-            for y in self.project_inputs(x, (self.q_proj, self.k_proj, self.v_proj))
-        )
-        q, k, v = (p[0][index] for p in projected)
+        q, k, v = (p[0][index] for p in self._project(x))
         real = token if mask is None else token & mask[0][index]
         o, new_state = self._attend(q, k, v, real, state, return_state)
         y = self.out_proj(o.flatten(-2)[token][None])

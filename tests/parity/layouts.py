@@ -163,7 +163,7 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
         "data2_tensor2_zero3_checkpointed": {"tensor": 2, "zero_stage": 3, **CHECKPOINTED},
     },
 }
-# Layouts with context parallelism, for mixers with a recurrent state.
+# Layouts with context parallelism.
 CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "context2": {"context": 2},
@@ -233,6 +233,12 @@ def cases(processes: int) -> list[LayoutCase]:
         for packed, names in ((False, DELTA_RULE), (True, DELTA_RULE_PACKED))
         for name in names
         if name in layouts
+    ]
+    hybrid = ("context2",) if processes == 2 else ("context4", "context2_tensor2_sequence")
+    selected += [
+        LayoutCase("hybrid", name, CONTEXT[processes][name], packed=packed)
+        for name in hybrid
+        for packed in (False, True)
     ]
     if processes == 2:
         selected += [

@@ -1,0 +1,83 @@
+"""Softmax attention under context parallelism: all-gather of queries, keys and values, balanced causal work.
+
+A causal query reads all earlier keys, so contiguous shards would give the last rank most of the work. Each rank therefore
+computes two pieces of half a shard: one from the start of the sequence and its mirror image from the end. The outputs are
+gathered again. The all-gathers cost little beside attention, whose work grows with the square of the length.
+Llama 3 (arXiv 2407.21783, section 3.3.2) balances causal work and gathers keys and values in this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from .context_parallel import ContextParallelGroup
+
+DotProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
+
+
+def attention_over_ranks(
+    group: ContextParallelGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    causal: bool,
+    dot_product: DotProduct,
+) -> Tensor:
+    """Return the attention of the local shard's queries to the keys of the whole sequence, in q's shape.
+
+    q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim], local shards. mask: [batch, length * count]
+    bool of the whole sequence, False for padding, or None. cu_seqlens: [segments + 1] of the whole sequence, or None; a query
+    then reads its own segment only. dot_product: (q, k, v [batch, heads, length, head_dim],
+    mask, is_causal) -> o.
+    """
+    length, count = q.shape[1], group.count
+    bounds = [0, length * count] if cu_seqlens is None else cu_seqlens.tolist()
+    # Repeated for grouped queries after the exchange.
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (whole(group, x).transpose(1, 2) for x in (q, k, v))
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+
+    def attend(first: int, last: int) -> Tensor:
+        parts = []
+        for start, end in pairwise(bounds):
+            begin, stop = max(start, first), min(end, last)
+            if begin >= stop:
+                continue
+            read = slice(start, stop if causal else end)
+            simple, allowed = causal and begin == start and mask is None, None
+            if mask is not None:
+                query, key = (torch.arange(*span, device=q.device) for span in ((begin, stop), (read.start, read.stop)))
+                seen = mask[:, None, read] & (key <= query[:, None]) if causal else mask[:, None, read]
+                # A padded query attends to itself, as on one rank.
+                allowed = (seen | (key == query[:, None]))[:, None]
+            elif causal and not simple:
+                # Aligned to the last key, unlike is_causal=True.
+                allowed = causal_lower_right(stop - begin, stop - start)
+            parts.append(dot_product(q[:, :, begin:stop], k[:, :, read], v[:, :, read], allowed, simple))
+        return torch.cat(parts, 2)
+
+    own = group.index
+    if not causal or length % 2:
+        return attend(own * length, (own + 1) * length).transpose(1, 2)
+    half, pieces = length // 2, 2 * count
+    computed = [attend(piece * half, (piece + 1) * half) for piece in (own, pieces - 1 - own)]
+    gathered = group.gather(torch.cat(computed, 2).transpose(1, 2).contiguous())
+
+    def piece_of(number: int) -> Tensor:
+        return gathered[number][:, :half] if number < count else gathered[pieces - 1 - number][:, half:]
+
+    return torch.cat([piece_of(2 * own), piece_of(2 * own + 1)], 1)
+
+
+def whole(group: ContextParallelGroup, x: Tensor) -> Tensor:
+    """Return x [batch, length, ...] of all ranks as [batch, count * length, ...]."""
+    return group.gather(x.contiguous()).movedim(0, 1).flatten(1, 2)
