@@ -10,6 +10,7 @@ kernel     flash-linear-attention's kernels on CUDA.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -51,15 +52,14 @@ def scan(
     Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
     is that of the whole. There is no initial state then. The final states are those of the shard's segments at its end.
     """
+    run = partial(local_scan, x, log_decay, form=form, compute_dtype=compute_dtype)
     group = context_parallel_group()
     if group is None:
-        return local_scan(
-            x, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens, form=form, compute_dtype=compute_dtype
-        )
+        return run(initial_state=initial_state, cu_seqlens=cu_seqlens)
     decay = decay_from_start(log_decay, 1).to(_state_dtype(x, log_decay))
 
     def local(cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        return local_scan(x, log_decay, cu_seqlens=cu_seqlens, form=form, compute_dtype=compute_dtype)
+        return run(cu_seqlens=cu_seqlens)
 
     def total_decay(tokens: Tensor | None) -> Tensor:
         if tokens is None:
