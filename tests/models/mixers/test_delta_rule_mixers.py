@@ -102,3 +102,27 @@ def test_rwkv7_begins_as_the_released_models() -> None:
     torch.testing.assert_close(mixer.norm_weight.detach(), torch.full((128,), (2 / 3) ** 0.7))
     assert mixer.mix_r[0] == 1
     assert parameter_kind(mixer, "mix_r") == "norm"
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options", "message"),
+    [
+        ("kda", {"num_value_heads": 6}, r"kda\.num_value_heads = 6 is not a multiple of .*num_heads = 4; .*: 4 or 8"),
+        ("kda", {"head_dim": 5, "expand_v": 0.5}, r"kda\.expand_v = 0\.5: .* 2\.5 channels .* for example 2 / 5"),
+        ("gdn2", {"conv_kernel": 0}, r"gdn2\.conv_kernel = 0: must be at least 1"),
+        ("delta_net", {"expand_v": 0.0}, r"delta_net\.expand_v = 0\.0: must be greater than 0"),
+        (
+            "kda",
+            {"num_heads": 3},
+            r"kda\.num_heads = 3 does not divide key_dim of kda, .* = 32; nearest that do: 2 or 4",
+        ),
+        (
+            "gated_delta_net",
+            {"num_heads": 5},
+            r"gated_delta_net\.num_heads = 5 does not divide .* 0\.75 .* = 24; .*4 or 6",
+        ),
+    ],
+)
+def test_heads_and_widths_that_do_not_fit_are_refused(mixer: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build((mixer, options))
