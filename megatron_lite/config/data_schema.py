@@ -93,9 +93,8 @@ class DataConfig(Section):
     )
     order: Literal["neox", "reshuffle"] = Field(
         default="neox",
-        description="Order of the samples. neox: one shuffle over all epochs, as GPT-NeoX; reshuffle: one shuffle per"
-        " epoch, so that a "
-        "longer run begins with the samples of a shorter one.",
+        description="Order of the samples. neox: one shuffle over all epochs, as GPT-NeoX; reshuffle: one shuffle per epoch, "
+        "so that a longer run begins with the samples of a shorter one.",
     )
     reset_at_documents: bool = Field(
         default=False,

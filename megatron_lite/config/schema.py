@@ -59,9 +59,8 @@ class RunConfig(Section):
     max_skipped_steps: int = Field(
         default=10,
         ge=1,
-        description="Stop the run after this many consecutive skipped updates. An update is skipped if loss or"
-        " gradient is not finite, "
-        "or on a loss spike.",
+        description="Stop the run after this many consecutive skipped updates. An update is skipped if loss or gradient is "
+        "not finite, or on a loss spike.",
     )
     replica_check_interval: Steps = Field(
         default=100,
@@ -218,10 +217,9 @@ class ParallelConfig(Section):
     )
     tensor_overlap: bool | None = Field(
         default=None,
-        description="With tensor > 1 and an even micro-batch size: overlap the all-reduces of one half of the"
-        " micro-batch with the "
-        "computation of the other half. Doubles the kernel launches. null: true with cuda_graph where supported (not with "
-        "sequence_parallel, context, zero_stage: 3 or compile).",
+        description="With tensor > 1 and an even micro-batch size: overlap the all-reduces of one half of the micro-batch "
+        "with the computation of the other half. Doubles the kernel launches. null: true with cuda_graph where supported "
+        "(not with sequence_parallel, context, zero_stage: 3 or compile).",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1,
@@ -233,9 +231,8 @@ class ParallelConfig(Section):
     compile: bool = Field(default=False, description="Compile each block with torch.compile.")
     cuda_graph: bool = Field(
         default=False,
-        description="On cuda: run the blocks of a micro-batch as two CUDA graphs, which removes their launch"
-        " overhead. Packed and "
-        "padded micro-batches, and blocks that synchronise with the host, run without graphs.",
+        description="On cuda: run the blocks of a micro-batch as two CUDA graphs, which removes their launch overhead. "
+        "Packed and padded micro-batches, and blocks that synchronise with the host, run without graphs.",
     )
 
     @property
@@ -261,11 +258,10 @@ class PrecisionConfig(Section):
     )
     optimizer_state: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="fp32: float32 master weights and AdamW moments, 14 bytes per parameter with the 16-bit weights."
-        " bf16 (requires "
-        "dtype: bf16): weights, moments and accumulated gradients in bf16 only, 6 bytes per parameter. Weight updates below "
-        "1/512 of the weight are then rounded away, so training stalls at low learning rates. A second moment with beta above "
-        "0.998 does not change.",
+        description="fp32: float32 master weights and AdamW moments, 14 bytes per parameter with the 16-bit weights. bf16 "
+        "(requires dtype: bf16): weights, moments and accumulated gradients in bf16 only, 6 bytes per parameter. Weight "
+        "updates below 1/512 of the weight are then rounded away, so training stalls at low learning rates. A second moment "
+        "with beta above 0.998 does not change.",
     )
     fp16: Fp16Config = Field(default=Fp16Config(), description=Fp16Config.__doc__)
 
@@ -277,9 +273,8 @@ class CheckpointConfig(Section):
     interval: Steps = Field(default=1000, description="Save every this many steps. 0: only at the end.")
     asynchronous: bool = Field(
         default=False,
-        description="Write in the background from a copy of weights and optimizer state in host memory. The next save"
-        " waits for the "
-        "previous one. A failed write stops the run at a later step.",
+        description="Write in the background from a copy of weights and optimizer state in host memory. The next save waits "
+        "for the previous one. A failed write stops the run at a later step.",
     )
     keep_last: int = Field(
         default=0,
@@ -317,9 +312,8 @@ class LoggingConfig(Section):
     interval: int = Field(default=1, ge=1, description="Log every this many steps.")
     loss_by_source: bool = Field(
         default=False,
-        description="Also log the loss per source of the text, such as `loss/Github`. Sources are the sets of the"
-        " Pile or the files "
-        "of a blend.",
+        description="Also log the loss per source of the text, such as `loss/Github`. Sources are the sets of the Pile or "
+        "the files of a blend.",
     )
     spread_interval: Steps = Field(
         default=50,
@@ -338,15 +332,13 @@ class EvaluationConfig(Section):
     batches: int = Field(
         default=20,
         ge=1,
-        description="Batches per validation during training, each of `batch.global_batch_size` samples; every layout"
-        " uses the same "
-        "samples. The final validation reads the whole set.",
+        description="Batches per validation during training, each of `batch.global_batch_size` samples; every layout uses "
+        "the same samples. The final validation reads the whole set.",
     )
     suites: tuple[Text, ...] = Field(
         default=(),
-        description="Zero-shot suites (`superglue`, `commonsense`, a YAML file) or tasks of the lm-evaluation-harness"
-        " to evaluate "
-        "during training. Scores are written to `metrics.jsonl`.",
+        description="Zero-shot suites (`superglue`, `commonsense`, a YAML file) or tasks of the lm-evaluation-harness to "
+        "evaluate during training. Scores are written to `metrics.jsonl`.",
     )
     suite_interval: Steps = Field(
         default=0, description="Evaluate the suites every this many steps and at the end. 0: only at the end."
