@@ -248,5 +248,14 @@ def _suites_of(models: Sequence[Mapping[str, Any]], requested: Sequence[Suite] =
     from_files = {suite.name: suite for suite in requested if suite.name != "tasks"}
     suites = [from_files.get(name) or read_suite(name) for name in names if name in from_files or name in suite_names()]
     shown = {task for suite in suites for task in suite.tasks}
-    rest = [task for results in models for task in results["versions"] if task not in shown]
-    return [*suites, *([task_suite(list(dict.fromkeys(rest)))] if rest else [])]
+    rest: dict[str, None] = {}
+    for results in models:
+        members = {n: tasks for n, tasks in results["metalion"].get("members", {}).items() if n not in shown}
+        covered = {
+            *shown,
+            *members,
+            *results.get("group_subtasks", ()),
+            *(t for tasks in members.values() for t in tasks),
+        }
+        rest.update(dict.fromkeys([*members, *(task for task in results["versions"] if task not in covered)]))
+    return [*suites, *([task_suite(list(rest))] if rest else [])]

@@ -33,7 +33,7 @@ SETS = {
     "ai2_arc/ARC-Challenge/test": "arc_challenge",
     "openbookqa/test": "openbookqa",
 }
-_DOCUMENTS = {**(read_suite("superglue").documents or {}), **(read_suite("commonsense").documents or {})}
+_DOCUMENTS = {**read_suite("superglue").documents, **read_suite("commonsense").documents}
 SIZES = {name: _DOCUMENTS[task] for name, task in SETS.items()}
 PARAGRAPHS, QUESTIONS = 83, 953
 Row = dict[str, Any]

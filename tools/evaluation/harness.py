@@ -64,15 +64,13 @@ def prepare_tasks(request: TaskRequest) -> Prepared:
         task_set = load_tasks(
             list(suite_tasks),
             request,
-            fields={task: fields for suite in known for task, fields in (suite.fields or {}).items()},
+            fields={task: fields for suite in known for task, fields in suite.fields.items()},
             local=[task for suite in known for task in suite.local],
             folders=list(dict.fromkeys(folder for suite in known for folder in suite.folders)),
         )
     for suite in suites:
         check_metrics(suite, task_set.tasks)
-    return Prepared(
-        request, tuple(suites), task_set, {t: n for suite in known for t, n in (suite.documents or {}).items()}
-    )
+    return Prepared(request, tuple(suites), task_set, {t: n for suite in known for t, n in suite.documents.items()})
 
 
 def check_metrics(suite: Suite, tasks: Mapping[str, LoadedTask]) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tools.evaluation.open_model import OpenedModel, open_model
 from tools.evaluation.request import EvaluationRequest, NeedleRequest
 from tools.evaluation.results_file import difference, earlier_results, number_format, refuse_others, weights
@@ -226,8 +228,6 @@ def table(results: dict[str, Any]) -> str:
 
     A cell that was not measured is a dash.
     """
-    import numpy as np
-
     from tools.reporting.tables import markdown_table
 
     lengths, depths = results["lengths"], results["depths"]
@@ -249,8 +249,6 @@ def table(results: dict[str, Any]) -> str:
 
 def heat_map(results: dict[str, Any], out: Path) -> None:
     """Draw accuracy and log-likelihood by length and depth, and name the trained length if it is known."""
-    import numpy as np
-
     from tools.reporting.style import saved_figure
 
     lengths, depths = results["lengths"], results["depths"]
@@ -277,8 +275,6 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
 
 def _by_place(results: dict[str, Any], value: str) -> Any:
     """Return a value of the cells as [depths, lengths], NaN for a missing cell."""
-    import numpy as np
-
     cells = {(cell["length"], cell["depth"]): cell[value] for cell in results["cells"]}
     return np.array(
         [[cells.get((length, depth), np.nan) for length in results["lengths"]] for depth in results["depths"]],
@@ -311,8 +307,6 @@ def _supported_lengths(opened: OpenedModel, lengths: Sequence[int]) -> list[int]
 
 def _validation_text(loaded: LoadedModel, tokens: int) -> str:
     """Return the beginning of the run's validation text, longest documents first."""
-    import numpy as np
-
     from data.indexed import IndexedTokens
     from tools.evaluation.perplexity import validation_text
 

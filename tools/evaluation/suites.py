@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ class Suite:
     notes: tuple[str, ...] = ()
     rows: tuple[dict[str, Any], ...] = ()
     source: str = ""
-    fields: dict[str, tuple[str, ...]] | None = None
-    documents: dict[str, int] | None = None
+    fields: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    documents: dict[str, int] = field(default_factory=dict)
     local: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
 

@@ -108,6 +108,14 @@ def test_group_has_the_harness_score_and_a_tag_its_tasks(limited: tuple[Path, st
     assert f"{100 * content['groups']['own_group']['acc,none']:.2f}" in row
 
 
+def test_table_of_a_file_has_the_group_and_not_its_tasks(limited: tuple[Path, str], tmp_path: Path, capsys) -> None:
+    assert command.main(["table", str(limited[0]), "--out", str(tmp_path / "table.md")]) == 0
+    header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model "))
+    assert "own_group acc" in header
+    assert "arc_easy acc_norm" in header
+    assert "own_choice" not in header
+
+
 def test_majority_class_and_standard_errors_are_rows(limited: tuple[Path, str]) -> None:
     out, printed = limited
     # Labels 2 0 0 0 2 0 of the first six rows.

@@ -21,7 +21,7 @@ from tools.evaluation.tasks import load_tasks, task_manager
 
 SUITES = {name: read_suite(name) for name in ("superglue", "commonsense")}
 TASKS = sorted({task for suite in SUITES.values() for task in suite.tasks})
-FIELDS = {task: names for suite in SUITES.values() for task, names in (suite.fields or {}).items()}
+FIELDS = {task: names for suite in SUITES.values() for task, names in suite.fields.items()}
 FOLDERS = [folder for suite in SUITES.values() for folder in suite.folders]
 MAY_DIFFER = {
     "dataset_path",
