@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .atomic_io import read_json
 
-TOKENIZER_TYPES = ("sentencepiece", "hf", "wordpiece", "bytes")
+TOKENIZER_TYPES = ("sentencepiece", "hf", "gpt2", "wordpiece", "bytes")
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SPACE_MARK = "\u2581"  # the character that SentencePiece uses for a space
@@ -56,8 +56,9 @@ class Tokenizer(Protocol):
 def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
     """Return a tokenizer by type and file.
 
-    sentencepiece: a ``.model`` file. hf: a ``tokenizer.json`` or its folder. wordpiece: a BERT ``vocab.txt`` or its
-    folder. bytes: no file; ids 0 to 255 are bytes and 256 ends a document.
+    sentencepiece: a ``.model`` file. hf: a ``tokenizer.json`` or its folder. gpt2: GPT-2's ``vocab.json`` or its folder, with
+    the merges beside it. wordpiece: a BERT ``vocab.txt`` or its folder. bytes: no file; ids 0 to 255 are bytes and 256 ends a
+    document.
 
     Raises ValueError for an unknown type, a missing path or a file of another type, and FileNotFoundError if the file does
     not exist.
@@ -72,6 +73,8 @@ def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
         return SentencePieceTokenizer(_file(path, "tokenizer.model"))
     if type == "hf":
         return HuggingFaceTokenizer(_file(path, "tokenizer.json"))
+    if type == "gpt2":
+        return GPT2Tokenizer(_file(path, "vocab.json"))
     return WordPieceTokenizer(_file(path, "vocab.txt"))
 
 
@@ -234,6 +237,51 @@ class HuggingFaceTokenizer:
         # The library uses its own threads, unless TOKENIZERS_PARALLELISM is false.
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+
+class GPT2Tokenizer(HuggingFaceTokenizer):
+    """Encode text with GPT-2's byte-level BPE from a vocabulary and a merges file (Radford et al., 2019).
+
+    ``<|endoftext|>`` ends a document. In a text it is plain text, as in GPT-NeoX's GPT2BPETokenizer.
+    """
+
+    type = "gpt2"
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        merges = _file(merges_of(path), "merges.txt")
+        try:
+            model = tokenizers.ByteLevelBPETokenizer.from_file(str(path), str(merges))._tokenizer
+        except Exception as error:
+            raise ValueError(
+                f"{path} and {merges} are not GPT-2's vocabulary and merges ({error}): copy them again, or set "
+                "data.tokenizer.type"
+            ) from error
+        if (end := model.token_to_id(END_OF_DOCUMENT)) is None:
+            raise ValueError(f"{path} has no {END_OF_DOCUMENT}, which ends a document: use GPT-2's vocabulary")
+        self._set(model, path)
+        self.hash = _hash(self.type, path.read_bytes() + b"\0" + merges.read_bytes())
+        self._set_special(end)
+
+
+def merges_of(vocabulary: str | Path) -> Path:
+    """Return the merges file beside GPT-2's vocabulary: ``gpt2-vocab.json`` -> ``gpt2-merges.txt``, ``encoder.json`` ->
+    ``vocab.bpe``.
+    """
+    path = Path(vocabulary)
+    path = path / "vocab.json" if path.is_dir() else path
+    name = "vocab.bpe" if path.name == "encoder.json" else f"{path.stem.replace('vocab', 'merges')}.txt"
+    return path.with_name(name)
+
+
+def companion_files(tokenizer: Tokenizer) -> list[Path]:
+    """Return the files beside ``tokenizer.path`` that it reads too."""
+    if tokenizer.path is None:
+        return []
+    path = Path(tokenizer.path)
+    merges = [merges_of(path)] if tokenizer.type == "gpt2" else []
+    return [file for file in (*merges, path.with_name("tokenizer_config.json")) if file.is_file()]
 
 
 class WordPieceTokenizer(HuggingFaceTokenizer):

@@ -14,7 +14,7 @@ from data.atomic_io import write_text
 from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import ConfigError, load_config
 from tools.cli.arguments import command_line, positive
-from tools.conversion.neox_config import Translation, translate, underscored
+from tools.conversion.neox_config import Translation, translate
 
 OWN_SECTIONS = ("run", "model", "batch", "schedule", "parallel", "precision")  # GPT-NeoX has no such sections
 
@@ -24,35 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     import yaml
 
-    from models.config import ModelConfig
-
     try:
-        neox: dict[str, Any] = {}
-        for file in options.files:
-            if not file.is_file():
-                raise ConfigError([f"{file}: no such file; name GPT-NeoX's .yml files, in the order of their merge"])
-            sources = parse_yaml(file.read_text(encoding="utf-8"), str(file))
-            if sources.problems:
-                raise ConfigError(sources.problems)
-            if sections := [key for key in OWN_SECTIONS if isinstance(sources.tree.get(key), dict)]:
-                raise ConfigError(
-                    [f"{file} has the section {sections[0]}: it is of this project already, run it as it is"]
-                )
-            neox |= underscored(sources.tree)
-        translation = translate(neox, vocab_size=options.vocab_size)
-        translation.set("run.name", options.files[-1].stem)
-        text = f"# From GPT-NeoX's {', '.join(file.name for file in options.files)} by tools/neox_config.\n"
+        files = {str(file): _read(file) for file in options.files}
+        translation = translate(files, vocab_size=options.vocab_size)
+        translation.set("run.name", Path(options.files[0]).stem)
+        names = ", ".join(Path(file).name for file in files)
+        text = f"# From GPT-NeoX's {names} by tools/neox_config.\n"
         text += yaml.safe_dump(_ordered(translation.tree), sort_keys=False, default_flow_style=None)
-        with tempfile.TemporaryDirectory() as folder:
-            draft = Path(folder) / options.files[-1].with_suffix(".yml").name
-            draft.write_text(text, encoding="utf-8")
-            layout = translation.tree.get("parallel", {})
-            processes = layout.get("pipeline", 1) * layout.get("tensor", 1) * options.data_ranks
-            try:
-                load_config([draft], [], model_type=ModelConfig, world_size=processes)
-            except ConfigError as error:  # without line numbers of the temporary file
-                origin = re.compile(rf" \({re.escape(str(draft))}:\d+\)$")
-                raise ConfigError(origin.sub("", problem) for problem in error.problems) from error
+        _check(text, translation, options.data_ranks)
         if options.out is not None:
             write_text(options.out, text)
     except (OSError, ValueError) as error:
@@ -64,11 +43,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _read(file: Path) -> dict[str, Any]:
+    """Return the keys of a file, as the user wrote them. Raises ConfigError."""
+    if not file.is_file() and (with_ending := file.with_name(f"{file.name}.yml")).is_file():
+        file = with_ending
+    if not file.is_file():
+        raise ConfigError([f"{file}: no such file; name GPT-NeoX's .yml files, in the order of their merge"])
+    sources = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    if sources.problems:
+        raise ConfigError(sources.problems)
+    if sections := [key for key in OWN_SECTIONS if isinstance(sources.tree.get(key), dict)]:
+        raise ConfigError([f"{file} has the section {sections[0]}: it is of this project already, run it as it is"])
+    return sources.tree
+
+
+def _check(text: str, translation: Translation, data_ranks: int) -> None:
+    """Raise ConfigError, in GPT-NeoX's names of keys, if train.py would refuse the configuration."""
+    from models.config import ModelConfig
+
+    layout = translation.tree.get("parallel", {})
+    processes = layout.get("pipeline", 1) * layout.get("tensor", 1) * data_ranks
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / "run.yml"
+        draft.write_text(text, encoding="utf-8")
+        try:
+            load_config([draft], [], model_type=ModelConfig, world_size=processes)
+        except ConfigError as error:
+            origin = re.compile(rf" \({re.escape(str(draft))}:\d+\)$")
+            problems = [origin.sub("", problem) for problem in error.problems]
+            key = re.compile(r"^[a-z_]+(\.[a-z_]+)+")
+            raise ConfigError([key.sub(lambda m: translation.here(m[0]), problem) for problem in problems]) from error
+
+
 def _report(translation: Translation) -> str:
     lines = ["assumed:", *(f"  {line}" for line in translation.assumed)]
-    if translation.ignored:
-        width = max(map(len, translation.ignored))
-        lines += ["ignored:", *(f"  {key:<{width}}  {why}" for key, why in sorted(translation.ignored.items()))]
+    if translation.important:
+        width = max(map(len, translation.important))
+        lines += ["ignored, with an effect on the run:"]
+        lines += [f"  {key:<{width}}  {reason}" for key, reason in translation.important.items()]
+    if translation.harmless:
+        lines.append(f"ignored, without an effect: {', '.join(translation.harmless)}")
     return "\n".join(lines)
 
 
@@ -80,11 +94,11 @@ def _ordered(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line(
         "python -m tools.neox_config",
-        "Translate GPT-NeoX configuration files to one of this project, and list the ignored keys with reasons.",
+        "Translate GPT-NeoX configuration files to one of this project. Keys that change the result are translated or refused.",
         (
             "examples:\n"
             "  python -m tools.neox_config pythia-410M.yml                      to standard output\n"
-            "  python -m tools.neox_config 410M.yml local_setup.yml -o run.yml  later files override earlier ones\n"
+            "  python -m tools.neox_config configs/125M.yml configs/local_setup.yml -o run.yml   several files, as GPT-NeoX\n"
             "  python train.py run.yml --dry-run                                parameters, memory, FLOPs"
         ),
     )
@@ -93,8 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocab-size",
         type=positive,
-        default=50304,
-        help="rows of the embedding (50304: GPT-NeoX-20B's tokenizer, padded)",
+        help="rows of the embedding (default: the tokenizer's entries, padded as in GPT-NeoX)",
     )
     parser.add_argument(
         "--data-ranks",

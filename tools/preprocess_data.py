@@ -10,12 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from data.corpus.discovery import source_files
 from data.corpus.readers import SOURCE_KEY
 from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.pipeline import finished, preprocess
+from data.tokenizer import merges_of
 from tools.cli.arguments import command, command_line, from_zero, positive, share
 
 # Names of tokenizer types, including those of GPT-NeoX and Megatron-LM.
@@ -24,6 +26,8 @@ TOKENIZER_TYPES = {
     "SPMTokenizer": "sentencepiece",
     "hf": "hf",
     "HFTokenizer": "hf",
+    "gpt2": "gpt2",
+    "GPT2BPETokenizer": "gpt2",
     "wordpiece": "wordpiece",
     "bytes": "bytes",
 }
@@ -65,6 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_empty=options.max_empty,
         source_key=options.source_key,
     )
+    if options.merge_file is not None:
+        if settings.tokenizer_type != "gpt2" or options.vocab_file is None:
+            raise ValueError("--merge-file requires --tokenizer-type gpt2 (GPT2BPETokenizer) and --vocab-file")
+        if options.merge_file.resolve() != (expected := merges_of(options.vocab_file)).resolve():
+            raise ValueError(
+                f"--merge-file {options.merge_file}: {expected} is allowed, beside --vocab-file; rename or move the file"
+            )
     if os.path.basename(options.output_prefix) in ("", ".", ".."):
         raise ValueError(
             f"--output-prefix {options.output_prefix} names a folder: add how the names of the files in it begin, for example "
@@ -143,9 +154,11 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer-type",
         required=True,
         choices=sorted(TOKENIZER_TYPES),
-        help="hf (HFTokenizer): tokenizer.json; sentencepiece (SPMTokenizer): .model; wordpiece: vocab.txt; bytes",
+        help="hf (HFTokenizer): tokenizer.json; sentencepiece (SPMTokenizer): .model; gpt2 (GPT2BPETokenizer): vocab.json "
+        "and merges.txt; wordpiece: vocab.txt; bytes",
     )
     add("--vocab-file", metavar="FILE", help="the tokenizer's file; bytes needs none")
+    add("--merge-file", type=Path, metavar="FILE", help="the merges of gpt2 (default: beside --vocab-file)")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token (recommended)")
     add = parser.add_argument_group("output").add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="beginning of all output paths")

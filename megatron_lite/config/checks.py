@@ -299,7 +299,7 @@ def _tokenizer(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
     path = ("data", "tokenizer", "path")
     if tokenizer.type == "bytes" and tokenizer.path is not None:
         yield path, f"= {tokenizer.path}: the tokenizer bytes has no file; remove this key"
-    if tokenizer.path is None and tokenizer.type in ("hf", "wordpiece"):
+    if tokenizer.path is None and tokenizer.type in ("hf", "gpt2", "wordpiece"):
         yield path, f"is missing: name the file of data.tokenizer.type = {tokenizer.type}"
     if tokenizer.path is None and tokenizer.type == "sentencepiece":
         if config.data.train is not None:

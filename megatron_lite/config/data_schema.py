@@ -12,10 +12,10 @@ from megatron_lite.config.section import Section, Text
 class TokenizerConfig(Section):
     """The tokenizer, which converts text to token ids."""
 
-    type: Literal["sentencepiece", "hf", "wordpiece", "bytes"] = Field(
+    type: Literal["sentencepiece", "hf", "gpt2", "wordpiece", "bytes"] = Field(
         default="sentencepiece",
-        description="sentencepiece: a `.model` file; hf: a Hugging Face `tokenizer.json`; wordpiece: a BERT "
-        "`vocab.txt`; bytes: no file.",
+        description="sentencepiece: a `.model` file; hf: a Hugging Face `tokenizer.json`; gpt2: GPT-2's `vocab.json` with its "
+        "merges beside it (`gpt2-vocab.json` and `gpt2-merges.txt`); wordpiece: a BERT `vocab.txt`; bytes: no file.",
     )
     path: Text | None = Field(
         default=None,

@@ -84,6 +84,7 @@ NEOX_KEYS: dict[str, Answer] = {
         "schedule.warmup_fraction",
         note="of schedule.train_steps; with lr_decay_iters, of those: then schedule.warmup_steps = warmup x lr_decay_iters",
     ),
+    "warmup_iters": _to("schedule.warmup_steps"),
     "train_iters": _to("schedule.train_steps"),
     # data
     "data_path": _to("data.train", note="with data.validation beside it"),
@@ -92,8 +93,11 @@ NEOX_KEYS: dict[str, Answer] = {
     "test_data_paths": _to("data.test", note="one prefix"),
     "train_data_weights": _to("data.blend.weights", note="with data.blend.by: weights"),
     "split": _to("data.validation_fraction", note="of a raw data.corpus; token files are split when they are made"),
-    "tokenizer_type": _to("data.tokenizer.type", note="HFTokenizer becomes hf, SPMTokenizer becomes sentencepiece"),
+    "tokenizer_type": _to(
+        "data.tokenizer.type", note="HFTokenizer becomes hf, SPMTokenizer sentencepiece, GPT2BPETokenizer gpt2"
+    ),
     "vocab_file": _to("data.tokenizer.path"),
+    "merge_file": _none("the merges lie beside the vocabulary, gpt2-merges.txt beside gpt2-vocab.json: leave it out"),
     "eod_mask_loss": _to("data.mask_boundaries"),
     "weight_by_num_documents": _to("data.blend.by", note="documents"),
     "reset_attention_mask": _to("data.reset_at_documents"),

@@ -104,7 +104,7 @@ def test_an_interrupt_while_texts_are_read_is_one(tmp_path):
 
 
 def test_wrong_files(tmp_path):
-    with pytest.raises(ValueError, match="type 'spm' is unknown; allowed: sentencepiece, hf, wordpiece, bytes"):
+    with pytest.raises(ValueError, match="type 'spm' is unknown; allowed: sentencepiece, hf, gpt2, wordpiece, bytes"):
         load_tokenizer("spm")
     with pytest.raises(ValueError, match="type 'hf' needs a path"):
         load_tokenizer("hf")

@@ -1,21 +1,46 @@
-"""Translate GPT-NeoX configuration keys to this project's sections, and list ignored keys with reasons."""
+"""Translate GPT-NeoX configuration keys to this project's sections. Refuse what changes the result, list what is ignored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
+from data.tokenizer import load_tokenizer, merges_of, padded_vocab_size
 from megatron_lite.config.neox_hints import NEOX_KEYS
-from tools.conversion.neox_keys import DEFAULTS, IGNORED, REFUSED, SAME
+from tools.conversion.neox_keys import (
+    ALIASES,
+    DEFAULTS,
+    HARMLESS,
+    IMPORTANT,
+    KNOWN,
+    OFFLOAD,
+    REFUSED,
+    SAME,
+)
+
+TOKENIZERS = {"GPT2BPETokenizer": "gpt2", "HFTokenizer": "hf", "SPMTokenizer": "sentencepiece"}
+# Entries of the tokenizers whose files need not be at hand: GPT-2's and GPT-NeoX-20B's.
+ENTRIES = {"GPT2BPETokenizer": 50257, "HFTokenizer": 50277}
 
 
 @dataclass
 class Translation:
-    """Hold the translated configuration, the ignored keys with reasons, and the assumptions."""
+    """Hold the translated configuration and what its user should know.
+
+    Attributes:
+        spelling: key with underscores -> key as the user wrote it.
+        important: ignored keys that can change the course of a run -> reason.
+        harmless: ignored keys without an effect on the result.
+        assumed: values that the files do not give, and differences of meaning.
+    """
 
     tree: dict[str, Any] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)
+    spelling: Mapping[str, str] = field(default_factory=dict)
+    important: dict[str, str] = field(default_factory=dict)
+    harmless: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
 
     def set(self, key: str, value: Any) -> None:
@@ -26,25 +51,45 @@ class Translation:
             node = node.setdefault(name, {})
         node[last] = value
 
+    def name(self, key: str) -> str:
+        """Return a key of GPT-NeoX as the user wrote it."""
+        return self.spelling.get(key, key)
 
-def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
-    """Translate a GPT-NeoX configuration, whose keys have underscores, to one of this project.
+    def error(self, key: str, value: Any, reason: str) -> ValueError:
+        """Return the error for the value of a key of GPT-NeoX."""
+        return ValueError(f"{self.name(key)} = {value!r}: {reason}")
 
-    Raises ValueError for a setting that changes the model and does not exist here.
+    def here(self, key: str) -> str:
+        """Return a key of this project behind GPT-NeoX's name for it, "num_layers (here model.num_layers)"."""
+        names = [name for name, answer in NEOX_KEYS.items() if key in answer.keys]
+        given = [name for name in names if name in self.spelling]
+        return f"{self.name([*given, *names][0])} (here {key})" if names else key
+
+
+def translate(files: Mapping[str, Mapping[str, Any]], *, vocab_size: int | None = None) -> Translation:
+    """Translate GPT-NeoX configurations, file name -> keys, to one configuration of this project.
+
+    vocab_size: rows of the embedding; None to follow the tokenizer. Raises ValueError for unknown keys and for settings that
+    change the result and do not exist here.
     """
-    out = Translation()
-    neox = {key: value for key, value in neox.items() if value is not None}
+    out, neox = _merged(files)
     given = {**DEFAULTS, **neox}
     accumulates = {"gas", "gradient_accumulation_steps"} & neox.keys()
     if not accumulates and not {"train_batch_size", "train_micro_batch_size_per_gpu"} <= neox.keys():
         given["gas"] = 1
-    if {"data_path", "train_data_paths", "vocab_file"} & neox.keys():
-        given.setdefault("tokenizer_type", "GPT2BPETokenizer")
-    for key, (allowed, here) in REFUSED.items():
+    for key, (allowed, reason) in REFUSED.items():
         if given.pop(key, None) not in allowed:
-            raise ValueError(f"{key.replace('_', '-')} = {neox[key]!r}: no counterpart, {here}")
-    out.set("model.vocab_size", vocab_size)
-    out.assumed.append(f"model.vocab_size = {vocab_size}: GPT-NeoX takes it from the tokenizer (--vocab-size)")
+            raise out.error(key, neox[key], f"no counterpart, {reason}")
+    _check_complete(neox, list(files))
+    if neox.get("finetune") and neox.get("load", neox.get("save")) != neox.get("save"):
+        raise out.error(
+            "load",
+            neox["load"],
+            f"checkpoints of GPT-NeoX are not read, and {out.name('finetune')} starts from this one; import its Hugging Face "
+            f"form (python -m tools.convert_hf import FOLDER RUN), remove {out.name('finetune')} and {out.name('load')}, and "
+            "start train.py with checkpoint.resume=RUN",
+        )
+    _vocabulary(neox, out, vocab_size)
     _mixers(given, out)
     _positions(given, out)
     for key in SAME:
@@ -56,32 +101,119 @@ def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
             try:
                 convert(value, given, out)
             except (AttributeError, KeyError, TypeError) as error:
-                raise ValueError(f"{key.replace('_', '-')} = {value!r} is not of GPT-NeoX's form ({error})") from error
+                raise out.error(key, value, f"is not of GPT-NeoX's form ({error})") from error
     if "dtype" not in out.tree.setdefault("precision", {}):
         out.set("precision.dtype", "fp32")
-    for key in given:
-        if key not in _READ_BESIDE:
-            out.ignored[key] = IGNORED.get(key, "no counterpart here")
+    for key in neox:
+        if key in IMPORTANT and neox[key] not in (False, 0):
+            if key != "load" or neox[key] != neox.get("save"):
+                out.important[out.name(key)] = IMPORTANT[key]
+        elif key in HARMLESS and key in given and key not in _DATA:
+            out.harmless.append(out.name(key))
+    order = [out.name(key) for key in IMPORTANT]
+    out.important = dict(
+        sorted(out.important.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1)
+    )
     _data(neox, out)
     return out
+
+
+def _check_complete(neox: Mapping[str, Any], files: Sequence[str]) -> None:
+    """Raise ValueError if the files describe no model or no training, as one file of a pair."""
+    parts = {
+        "model": ("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+        "training": ("train_iters", "optimizer"),
+    }
+    for part, keys in parts.items():
+        if missing := [key for key in keys if key not in neox]:
+            raise ValueError(
+                f"{', '.join(files)}: {', '.join(missing)} missing; name the file that describes the {part} too, for example "
+                "configs/125M.yml configs/local_setup.yml"
+            )
+
+
+def _merged(files: Mapping[str, Mapping[str, Any]]) -> tuple[Translation, dict[str, Any]]:
+    """Return the keys of all files with underscores. A later file overrides an earlier one. Unknown keys are refused."""
+    out, neox, unknown = Translation(), {}, []
+    spelling: dict[str, str] = {}
+    out.spelling = spelling
+    for file, values in files.items():
+        for original, value in values.items():
+            name = str(original).replace("-", "_")
+            key = ALIASES.get(name, name)
+            if key not in KNOWN:
+                near = get_close_matches(name, KNOWN, 1)
+                style = near[0].replace("_", "-") if near and "-" in str(original) else "".join(near)
+                unknown.append(
+                    f"{file}: {original} is no key of GPT-NeoX" + (f"; the nearest is {style}" if near else "")
+                )
+            if key in neox and neox[key] != value and value is not None:
+                out.assumed.append(
+                    f"{original} = {value!r} of {file} replaces {neox[key]!r}: GPT-NeoX allows one file to set it"
+                )
+            if value is not None:
+                neox[key], spelling[key] = underscored(value), str(original)
+    if unknown:
+        raise ValueError("\n".join(unknown))
+    return out, neox
+
+
+def underscored(values: Any) -> Any:
+    """Return a value with underscores in the keys of its mappings, which GPT-NeoX also writes with dashes."""
+    if isinstance(values, Mapping):
+        return {str(key).replace("-", "_"): underscored(value) for key, value in values.items()}
+    return values
+
+
+def _vocabulary(neox: Mapping[str, Any], out: Translation, vocab_size: int | None) -> None:
+    """Set the rows of the embedding: the entries of the tokenizer, padded as in GPT-NeoX."""
+    kind, file = str(neox.get("tokenizer_type", "GPT2BPETokenizer")), neox.get("vocab_file")
+    if kind not in TOKENIZERS:
+        raise out.error(
+            "tokenizer_type",
+            kind,
+            f"{', '.join(TOKENIZERS)} have a counterpart; others exist as tokenizer.json, which is HFTokenizer with that file "
+            f"as {out.name('vocab_file')}",
+        )
+    if vocab_size is not None:
+        out.set("model.vocab_size", vocab_size)
+        return
+    if file is not None and Path(file).is_file():
+        entries, origin = load_tokenizer(TOKENIZERS[kind], file).vocab_size, str(file)
+    elif kind == "GPT2BPETokenizer" or (kind == "HFTokenizer" and (file is None or "20B" in str(file))):
+        entries, origin = (
+            ENTRIES[kind],
+            "GPT-2's tokenizer" if kind == "GPT2BPETokenizer" else "GPT-NeoX-20B's tokenizer",
+        )
+    else:
+        where = f"{out.name('vocab_file')} = {file} is not on this machine" if file else f"{kind} has no vocab_file"
+        raise ValueError(
+            f"{where}, and its number of entries is needed: give the rows of the embedding as --vocab-size N"
+        )
+    multiple = int(neox.get("make_vocab_size_divisible_by", 128)) * max(1, int(neox.get("model_parallel_size", 1)))
+    rows = padded_vocab_size(entries, multiple)
+    out.set("model.vocab_size", rows)
+    out.assumed.append(f"model.vocab_size = {rows}: {origin} has {entries} entries, padded to a multiple of {multiple}")
 
 
 def _mixers(given: dict[str, Any], out: Translation) -> None:
     kinds = {"global": "attention", "flash": "attention"}
     layers, config = given.get("num_layers"), given.pop("attention_config", None) or [[["global"], "all"]]
-    expanded = _layers_of(config, layers)
+    expanded = _layers_of(config, layers, out)
     if isinstance(layers, int) and len(expanded) != layers:
-        raise ValueError(f"attention-config = {config!r} is of {len(expanded)} layers, and num-layers = {layers}")
+        reason = f"is of {len(expanded)} layers, and {out.name('num_layers')} = {layers}"
+        raise ValueError(f"{out.name('attention_config')} = {config!r} {reason}")
     for name in expanded:
         if name not in kinds:
             why = "; a block of mamba has no MLP there, every block has one here" if name == "mamba" else ""
-            raise ValueError(f"attention-config names {name!r}: {', '.join(kinds)} have a counterpart here{why}")
+            text = f"names {name!r}: {', '.join(kinds)} have a counterpart here{why}"
+            raise ValueError(f"{out.name('attention_config')} {text}")
     out.set("model.mixers", ["attention"])
     out.set("model.mixer_options.attention.bias", bool(given["use_bias_in_attn_linear"]))
 
 
-def _layers_of(config: Any, layers: Any) -> list[str]:
-    """The kind of every layer: of a list of kinds, or of pairs of some kinds and how often they are repeated, or "all"."""
+def _layers_of(config: Any, layers: Any, out: Translation) -> list[str]:
+    """Return the kind of each layer from a list of kinds, or of pairs of kinds and their number of repetitions or "all"."""
     if isinstance(config, list) and all(isinstance(name, str) for name in config):
         return config
     try:
@@ -91,9 +223,8 @@ def _layers_of(config: Any, layers: Any) -> list[str]:
                 return list(names) * (layers // len(names) if isinstance(layers, int) else 1)
             kinds += list(names) * int(count)
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(
-            f'attention-config = {config!r} is not of GPT-NeoX\'s form, such as [[["global"], 24]] or [[["flash"], "all"]]'
-        ) from error
+        form = 'is not of GPT-NeoX\'s form, such as [[["global"], 24]] or [[["flash"], "all"]]'
+        raise ValueError(f"{out.name('attention_config')} = {config!r} {form}") from error
     return kinds
 
 
@@ -101,13 +232,11 @@ def _positions(given: dict[str, Any], out: Translation) -> None:
     kind = given.pop("pos_emb")
     share, longest = given.pop("rotary_pct", 1.0), given.pop("max_position_embeddings", None)
     if kind not in ("rotary", "learned", "none"):
-        raise ValueError(f"pos-emb = {kind!r}: rotary, learned and none have a counterpart here")
+        raise out.error("pos_emb", kind, "rotary, learned and none have a counterpart here")
     out.set("model.mixer_options.attention.rotary_pct", float(share) if kind == "rotary" else 0.0)
     if kind == "learned":
         out.set("model.positions", "learned")
         out.set("model.max_positions", longest or given.get("seq_length", 2048))
-    elif longest is not None:
-        out.ignored["max_position_embeddings"] = "positions are not learned, so nothing has a largest one"
     if kind != "rotary":
         given.pop("rotary_emb_base", None)
 
@@ -115,10 +244,10 @@ def _positions(given: dict[str, Any], out: Translation) -> None:
 def _norm(value: str, given: dict[str, Any], out: Translation) -> None:
     names = {"layernorm": "layernorm", "te_layernorm": "layernorm", "rmsnorm": "rmsnorm", "te_rmsnorm": "rmsnorm"}
     if value not in names:
-        raise ValueError(f"norm = {value!r}: {', '.join(names)} have a counterpart here")
+        raise out.error("norm", value, f"{', '.join(names)} have a counterpart here")
     norm = names[value]
     if not given.pop("use_bias_in_norms", True) and norm == "layernorm":
-        raise ValueError("use-bias-in-norms = False: no counterpart, a layernorm has an offset beside its gain")
+        raise out.error("use_bias_in_norms", False, "no counterpart, a layernorm has an offset and a gain")
     out.set("model.norm", norm)
     default = 1e-5 if norm == "layernorm" else 1e-8
     out.set("model.norm_eps", given.get("layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon", default))
@@ -126,24 +255,22 @@ def _norm(value: str, given: dict[str, Any], out: Translation) -> None:
 
 def _activation(value: str, given: dict[str, Any], out: Translation) -> None:
     if value not in ("gelu", "swiglu"):
-        raise ValueError(f"activation = {value!r}: gelu and swiglu have a counterpart here")
+        raise out.error("activation", value, "gelu and swiglu have a counterpart here")
     out.set("model.mlp", value)
     width, multiple = given.pop("intermediate_size", None), given.pop("mlp_multiple_of", 1)
     if value == "swiglu" or width is not None or multiple != 1:
         width = 4 * out.tree["model"].get("hidden_size", 0) if width is None else width
-        if value == "swiglu":  # there the width is of a GELU with as many parameters
+        if value == "swiglu":  # GPT-NeoX gives the width of a GELU with as many parameters
             width = int(width * 2 / 3) // 2
         out.set("model.intermediate_size", -(-width // multiple) * multiple)
 
 
-def _init(key: str) -> Callable[[str, dict[str, Any], Translation], None]:
+def _init(neox_key: str, key: str) -> Callable[[str, dict[str, Any], Translation], None]:
     def convert(value: str, given: dict[str, Any], out: Translation) -> None:
         if value in ("normal", "scaled_normal", "small_init", "wang_init"):
             out.set(key, value)
         else:
-            out.ignored[key.rpartition(".")[2]] = (
-                f"{value} is not here; it only matters before the first step: {key} = wang_init"
-            )
+            out.important[out.name(neox_key)] = f"{value} does not exist here; the first weights are those of wang_init"
             out.set(key, "wang_init")
 
     return convert
@@ -152,33 +279,34 @@ def _init(key: str) -> Callable[[str, dict[str, Any], Translation], None]:
 def _optimizer(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
     name = str(value.get("type", "Adam"))
     if name.lower() not in ("adam", "adamw", "cpu_adam"):
-        raise ValueError(f"optimizer.type = {name!r}: Adam and AdamW have a counterpart here")
+        raise out.error("optimizer.type", name, "Adam and AdamW have a counterpart here")
     parameters = value.get("params") or {}
     for key in ("lr", "betas", "eps"):
         out.set(f"optimizer.{key}", parameters.get(key, {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}[key]))
     for key in parameters.keys() - {"lr", "betas", "eps", "weight_decay"}:
-        out.ignored[f"optimizer.params.{key}"] = "no counterpart here"
+        out.important[f"optimizer.params.{key}"] = "no counterpart here"
     if "weight_decay" in parameters:
         out.set("optimizer.weight_decay", parameters["weight_decay"])
     out.set("optimizer.no_weight_decay", ["norm", "bias", "decay"])
-    out.assumed.append(
-        "optimizer.no_weight_decay = [norm, bias, decay]: embeddings decay in GPT-NeoX; decay is of mixers that it does not have"
-    )
-    out.set("schedule.min_lr_ratio", round(float(given["min_lr"]) / out.tree["optimizer"]["lr"], 12))
+    out.assumed.append("optimizer.no_weight_decay = [norm, bias, decay]: embeddings have weight decay in GPT-NeoX")
+    ratio = float(given["min_lr"]) / out.tree["optimizer"]["lr"]
+    if "decay_lr_to" in given and "min_lr" not in out.spelling:
+        ratio = float(given["decay_lr_to"])
+    out.set("schedule.min_lr_ratio", round(ratio, 12))
 
 
 def _decay_style(value: str, given: dict[str, Any], out: Translation) -> None:
     if value not in ("constant", "linear", "cosine"):
-        raise ValueError(f"lr-decay-style = {value!r}: constant, linear and cosine have a counterpart here")
+        raise out.error("lr_decay_style", value, "constant, linear and cosine have a counterpart here")
     out.set("schedule.kind", value)
-    course = {
+    rates = {
         "linear": "GPT-NeoX's rate of step n is max(peak (end - n) / (end - w), min_lr)",
-        "cosine": "so does GPT-NeoX's since August 2023; before, its rate of step n was "
+        "cosine": "as in GPT-NeoX since August 2023; before, its rate of step n was "
         "max(peak / 2 (1 + cos(pi (n - w) / end)), min_lr)",
-    }.get(value)
-    if course is not None:
+    }
+    if value in rates:
         out.assumed.append(
-            f"schedule.kind = {value}: falls from the end of the warmup, w, to min_lr at decay_steps, end; {course}"
+            f"schedule.kind = {value}: falls from the end of the warmup, w, to min_lr at decay_steps, end; {rates[value]}"
         )
 
 
@@ -186,18 +314,23 @@ def _warmup(value: float, given: dict[str, Any], out: Translation) -> None:
     decay = out.tree.get("schedule", {}).get("decay_steps")
     if decay is None:
         out.set("schedule.warmup_fraction", value)
-    else:  # the share is of these there, and of train_steps here
+    else:  # a share of lr_decay_iters in GPT-NeoX, of train_steps here
         out.set("schedule.warmup_steps", round(float(value) * decay))
+
+
+def _warmup_steps(value: int, given: dict[str, Any], out: Translation) -> None:
+    out.tree["schedule"].pop("warmup_fraction", None)
+    out.set("schedule.warmup_steps", int(value))
 
 
 def _zero(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
     out.set("parallel.zero_stage", value.get("stage", 0))
     for key in value.keys() - {"stage"}:
-        if key in ("cpu_offload", "offload_optimizer", "offload_param") and value[key]:
-            raise ValueError(
-                f"zero_optimization.{key} = {value[key]!r}: weights and optimizer state stay on the GPU here"
-            )
-        out.ignored[f"zero_optimization.{key}"] = "DeepSpeed's buffers are set here"
+        device = value[key].get("device", "cpu") if isinstance(value[key], Mapping) else value[key]
+        if key in OFFLOAD and device not in (None, False, "none"):
+            reason = "weights and optimizer state stay on the GPU here; remove it"
+            raise out.error(f"zero_optimization.{key}", value[key], reason)
+        out.harmless.append(f"{out.name('zero_optimization')}.{key}")
 
 
 def _ranks(key: str) -> Callable[[Any, dict[str, Any], Translation], None]:
@@ -207,12 +340,12 @@ def _ranks(key: str) -> Callable[[Any, dict[str, Any], Translation], None]:
 def _recompute(value: bool, given: dict[str, Any], out: Translation) -> None:
     out.set("parallel.activation_checkpointing.mode", "full" if value else "none")
     chunk = given.pop("checkpoint_num_layers", 1)
-    if value and chunk != 1:
-        out.ignored["checkpoint_num_layers"] = f"blocks are recomputed one by one here, not {chunk} at a time"
+    if chunk != 1:
+        out.harmless.append(out.name("checkpoint_num_layers"))
 
 
 def _fp16(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
-    if value.get("type") == "bfloat16":  # as GPT-NeoX asked for it before there was bf16
+    if value.get("type") == "bfloat16":  # earlier versions of GPT-NeoX had no key bf16
         out.set("precision.dtype", "bf16")
         return
     if not (value.get("enabled") or value.get("fp16") or given.get("precision") == "fp16"):
@@ -224,9 +357,9 @@ def _fp16(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> 
         if key in names:
             out.set(f"precision.fp16.{names[key]}", value[key])
         elif key not in ("enabled", "fp16", "type", "loss_scale"):
-            out.ignored[f"fp16.{key}"] = "no counterpart here"
+            out.important[f"fp16.{key}"] = "no counterpart here"
     if value.get("loss_scale"):
-        out.ignored["fp16.loss_scale"] = "the loss scale is dynamic here"
+        out.important["fp16.loss_scale"] = "the loss scale is dynamic here"
 
 
 def _bf16(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
@@ -237,21 +370,19 @@ def _bf16(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> 
 def _precision(value: str, given: dict[str, Any], out: Translation) -> None:
     names = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
     if value not in names:
-        raise ValueError(f"precision = {value!r}: {', '.join(names)} have a counterpart here")
+        raise out.error("precision", value, f"{', '.join(names)} have a counterpart here")
     out.set("precision.dtype", names[value])
 
 
 def _extra_saves(value: Sequence[int], given: dict[str, Any], out: Translation) -> None:
-    steps = [step for step in value if step > 0]
-    if len(steps) < len(value):
-        out.ignored["extra_save_iters: 0"] = "the untrained model is not saved: the seed gives it again"
-    out.set("checkpoint.extra_steps", steps)
+    # The untrained model (step 0) is not saved, because the seed reproduces it.
+    out.set("checkpoint.extra_steps", [step for step in value if step > 0])
 
 
 def _scale(value: str, given: dict[str, Any], out: Translation) -> None:
     out.set("checkpoint.log_spaced", value == "log")
     factor = out.tree["checkpoint"].get("interval")
-    if value == "log" and factor is not None:  # a step is saved where it is a power of it there
+    if value == "log" and factor is not None:  # GPT-NeoX saves at the powers of the factor
         out.set("checkpoint.interval", 0)
         if factor != 2:
             out.set("checkpoint.log_spaced", False)
@@ -263,26 +394,17 @@ def _scale(value: str, given: dict[str, Any], out: Translation) -> None:
             out.set("checkpoint.extra_steps", sorted(steps))
 
 
-def _tokenizer(value: str, given: dict[str, Any], out: Translation) -> None:
-    names = {"HFTokenizer": "hf", "SPMTokenizer": "sentencepiece"}
-    if value not in names:
-        raise ValueError(
-            f"tokenizer-type = {value!r}: {', '.join(names)} have a counterpart; others exist as tokenizer.json, which is "
-            "tokenizer-type: HFTokenizer with that file as vocab-file"
-        )
-    out.set("data.tokenizer.type", names[value])
-
-
 # In this order: the optimizer before what is relative to its learning rate.
 _CONVERT: dict[str, Callable[[Any, dict[str, Any], Translation], None]] = {
     "no_weight_tying": lambda value, given, out: out.set("model.tie_embeddings", not value),
     "norm": _norm,
     "activation": _activation,
-    "init_method": _init("model.init_method"),
-    "output_layer_init_method": _init("model.output_init_method"),
+    "init_method": _init("init_method", "model.init_method"),
+    "output_layer_init_method": _init("output_layer_init_method", "model.output_init_method"),
     "optimizer": _optimizer,
     "lr_decay_style": _decay_style,
     "warmup": _warmup,
+    "warmup_iters": _warmup_steps,
     "zero_optimization": _zero,
     "pipe_parallel_size": _ranks("parallel.pipeline"),
     "model_parallel_size": _ranks("parallel.tensor"),
@@ -292,48 +414,52 @@ _CONVERT: dict[str, Callable[[Any, dict[str, Any], Translation], None]] = {
     "precision": _precision,
     "extra_save_iters": _extra_saves,
     "checkpoint_scale": _scale,
-    "tokenizer_type": _tokenizer,
     "tensorboard_dir": lambda value, given, out: out.set("logging.tensorboard", True),
 }
-_READ_BESIDE = {
-    *("min_lr", "layernorm_epsilon", "rms_norm_epsilon", "use_bias_in_attn_linear", "checkpoint_num_layers"),
-    *("data_path", "train_data_paths", "valid_data_paths", "test_data_paths"),
+# Read by `_data` and `_vocabulary`.
+_DATA = {
+    *("data_path", "train_data_paths", "valid_data_paths", "test_data_paths", "merge_file"),
+    *("make_vocab_size_divisible_by", "model_parallel_size", "max_position_embeddings"),
 }
 
 
 def _data(neox: Mapping[str, Any], out: Translation) -> None:
     data = out.tree.setdefault("data", {})
     train = neox.get("train_data_paths") or neox.get("data_path")
-    if train:
-        data["train"] = train[0] if isinstance(train, list) and len(train) == 1 else train
-        if isinstance(data["train"], list):  # equal shares where no weights are given
-            weights = data.get("blend", {}).get("weights", [1.0] * len(train))
-            data["blend"] = {"by": "weights", "weights": weights}
-        else:
-            data.pop("blend", None)
-        if "train_data_paths" not in neox:
-            out.assumed.append(
-                "data.train = data-path as a whole: GPT-NeoX trains on the documents of the first part of split "
-                "(969, 30, 1 unless given) and validates on the second; give the parts as data.train and data.validation"
-            )
-        for theirs, ours in (("valid_data_paths", "validation"), ("test_data_paths", "test")):
-            paths = neox.get(theirs)
-            if paths:
-                first, *more = [paths] if isinstance(paths, str) else paths
-                data[ours] = first
-                if more:
-                    out.ignored[f"{theirs}: {', '.join(map(str, more))}"] = f"data.{ours} is one pair of token files"
+    if not train:
+        if not data.get("tokenizer", {}).get("path"):
+            data.pop("tokenizer", None)
+        data["corpus"] = "stdlib"
+        out.assumed.insert(
+            0, "data.corpus = stdlib: the files name no data; set data.train and data.tokenizer for yours"
+        )
         return
-    kind = data.get("tokenizer", {}).get("type")
-    if kind == "hf" and not data["tokenizer"].get("path"):
-        del data["tokenizer"]
-        out.ignored["tokenizer_type"] = "no vocab-file names its file: set data.tokenizer.type and path with data.train"
-    data["corpus"] = "stdlib"
-    out.assumed.append("data.corpus = stdlib: the files name no data; set data.train (and data.tokenizer) for yours")
-
-
-def underscored(values: Any) -> Any:
-    """Return the configuration with underscores in keys, which GPT-NeoX also writes with dashes."""
-    if isinstance(values, Mapping):
-        return {str(key).replace("-", "_"): underscored(value) for key, value in values.items()}
-    return values
+    kind = neox.get("tokenizer_type", "GPT2BPETokenizer")
+    data.setdefault("tokenizer", {})["type"] = TOKENIZERS[kind]
+    if kind == "GPT2BPETokenizer" and {"vocab_file", "merge_file"} <= neox.keys():
+        expected = merges_of(neox["vocab_file"])
+        if Path(neox["merge_file"]) != expected:
+            vocabulary = f"{out.name('vocab_file')} = {neox['vocab_file']}"
+            raise out.error(
+                "merge_file", neox["merge_file"], f"{expected} is allowed, beside {vocabulary}: rename or move it"
+            )
+    data["train"] = train[0] if isinstance(train, list) and len(train) == 1 else train
+    if isinstance(data["train"], list):  # equal shares if no weights are given
+        weights = data.get("blend", {}).get("weights", [1.0] * len(train))
+        data["blend"] = {"by": "weights", "weights": weights}
+    else:
+        data.pop("blend", None)
+    if "train_data_paths" not in neox:
+        out.assumed.insert(
+            0,
+            f"data.train = {out.name('data_path')} as a whole: GPT-NeoX trains on the documents of the first part of split "
+            "(969, 30, 1 by default) and validates on the second; give the parts as data.train and data.validation",
+        )
+    for theirs, ours in (("valid_data_paths", "validation"), ("test_data_paths", "test")):
+        if paths := neox.get(theirs):
+            first, *more = [paths] if isinstance(paths, str) else paths
+            data[ours] = first
+            if more:
+                out.important[f"{out.name(theirs)}: {', '.join(map(str, more))}"] = (
+                    f"data.{ours} is one pair of token files"
+                )

@@ -41,7 +41,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool, max_le
     import tokenizers
     from tokenizers import processors
 
-    makers = {"bytes": _bytes, "sentencepiece": _sentencepiece, "hf": _json, "wordpiece": _json}
+    makers = {"bytes": _bytes, "sentencepiece": _sentencepiece, "hf": _json, "gpt2": _json, "wordpiece": _json}
     model = makers[tokenizer.type](tokenizer)
     if causal:
         # A template would add tokens that are not in the training text.
@@ -73,7 +73,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool, max_le
         "model_max_length": max_length,
         "padding_side": "left" if causal else "right",
     }
-    if tokenizer.type in ("bytes", "sentencepiece"):
+    if tokenizer.type in ("bytes", "sentencepiece", "gpt2"):
         # As in training, names of special tokens inside a text are plain text.
         config["split_special_tokens"] = True
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import atomic_write, read_json, write_json, write_text
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, companion_files, load_tokenizer
 from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, checksums_text, file_sha256, inside
 from tools.loading.token_data import data_config
 
@@ -22,14 +22,15 @@ def save_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     if tokenizer.path is not None:
         source = Path(tokenizer.path)
         description["file"] = source.name
-        for path in (source, source.with_name("tokenizer_config.json")):
-            if path.is_file() and path.resolve() != (folder / path.name).resolve():
+        files = [source, *companion_files(tokenizer)]
+        for path in files:
+            if path.resolve() != (folder / path.name).resolve():
                 with atomic_write(folder / path.name) as file:
                     file.write(path.read_bytes())
     write_json(folder / "description.json", description)
     names = ["description.json"]
     if tokenizer.path is not None:
-        names += [name for name in (source.name, "tokenizer_config.json") if (folder / name).is_file()]
+        names += [path.name for path in files]
     write_text(folder / FILE_NAME, checksums_text({name: file_sha256(folder / name) for name in names}))
 
 

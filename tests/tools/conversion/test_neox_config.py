@@ -1,16 +1,21 @@
-"""A GPT-NeoX configuration becomes one that runs here, and nothing is dropped without a word."""
+"""Check that GPT-NeoX configurations are translated, and that settings that change the result are refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import train
 from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 from models.language_model import count_parameters
+from tools import preprocess_data
+from tools.conversion.tokenizer import check_same_ids, export_tokenizer
+from tools.loading.tokenizer import saved_tokenizer
 from tools.neox_config import main
 
 # The shape and recipe of Pythia-410M as GPT-NeoX writes it: dashes and underscores, JSON with commas at the end.
@@ -32,7 +37,7 @@ PYTHIA = """{
   "train-iters": 143000, "lr-decay-iters": 143000, "lr-decay-style": "cosine", "warmup": 0.01,
   "checkpoint-factor": 1000, "extra-save-iters": [0, 1, 2, 4],
   "eval-interval": 40000, "eval-iters": 10, "log-interval": 10,
-  "tokenizer-type": "HFTokenizer", "some-new-key": 3,
+  "tokenizer-type": "HFTokenizer",
 }
 """
 
@@ -46,7 +51,7 @@ def converted(tmp_path: Path, text: str, *more: str) -> Any:
     return load_config([tmp_path / "run.yml"], [], model_type=ModelConfig, world_size=1)
 
 
-def test_pythia_410m(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pythia_410m_has_the_projects_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = converted(tmp_path, PYTHIA)
     ours = load_config(["configs/transformer_410m.yml"], [], model_type=ModelConfig, world_size=1).model
     assert count_parameters(config.model) == count_parameters(ours) == 405_334_016
@@ -64,20 +69,16 @@ def test_pythia_410m(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert config.precision.fp16.initial_scale_power == 12
     assert config.checkpoint.extra_steps == (1, 2, 4)
     assert config.parallel.activation_checkpointing.mode == "full"
-    said = capsys.readouterr().err
-    for line in (
-        "model.vocab_size = 50304: GPT-NeoX takes it from the tokenizer",
-        "bias_gelu_fusion",
-        "extra_save_iters: 0",
-        "zero_optimization.overlap_comm",
-        "there is no dropout here",
-        "no vocab-file names its file",
-    ):
-        assert line in said, line
-    assert "some_new_key" in said.split("ignored:")[1]
+    output = capsys.readouterr().err
+    assert "model.vocab_size = 50304: GPT-NeoX-20B's tokenizer has 50277 entries, padded to a multiple of 128" in output
+    assert "data.corpus = stdlib: the files name no data" in output
+    important, harmless = output.split("ignored, with an effect on the run:")[1].split("ignored, without an effect: ")
+    assert important.split()[0] == "bias-gelu-fusion"
+    assert {"zero_optimization.cpu_offload", "zero_optimization.overlap_comm"} <= set(harmless.strip().split(", "))
+    assert "\n" not in harmless.strip()
 
 
-def test_layout_and_data(tmp_path: Path) -> None:
+def test_several_files_are_merged(tmp_path: Path) -> None:
     more = """
 pipe-parallel-size: 0
 train_data_paths: [data/a_text_document, data/b_text_document]
@@ -113,7 +114,7 @@ train_iters: 10
 """
 
 
-def test_what_is_left_out_is_as_in_gpt_neox(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_absent_keys_have_gpt_neox_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = converted(tmp_path, SMALL)
     assert config.model.positions == "learned"
     assert config.model.max_positions == 128
@@ -126,19 +127,17 @@ def test_what_is_left_out_is_as_in_gpt_neox(tmp_path: Path, capsys: pytest.Captu
     assert (config.model.init_method, config.model.output_init_method) == ("normal", "scaled_normal")
     capsys.readouterr()
     assert converted(tmp_path, f"{SMALL}\ninit_method: orthogonal\n").model.init_method == "wang_init"
-    assert "orthogonal is not here" in capsys.readouterr().err
+    assert "orthogonal does not exist here" in capsys.readouterr().err
 
 
-def test_warmup_is_a_share_of_the_decay_and_embeddings_decay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warmup_is_a_share_of_the_decay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = "train_iters: 1000\nlr_decay_iters: 400\nwarmup: 0.1\nlr_decay_style: cosine\nmin_lr: 0.0001\n"
     config = converted(tmp_path, SMALL.replace("train_iters: 10\n", more))
     assert (config.schedule.warmup_steps, config.schedule.decay_steps, config.schedule.train_steps) == (40, 400, 1000)
     assert config.optimizer.no_weight_decay == ("norm", "bias", "decay")
-    said = capsys.readouterr().err.split("assumed:")[1].split("ignored:")[0]
-    assert "optimizer.no_weight_decay = [norm, bias, decay]: embeddings decay in GPT-NeoX" in said
-    assert "before, its rate of step n was max(peak / 2 (1 + cos(pi (n - w) / end)), min_lr)" in said
+    assumed = capsys.readouterr().err.split("assumed:")[1]
+    assert "optimizer.no_weight_decay = [norm, bias, decay]: embeddings have weight decay in GPT-NeoX" in assumed
+    assert "before, its rate of step n was max(peak / 2 (1 + cos(pi (n - w) / end)), min_lr)" in assumed
     assert (
         converted(
             tmp_path, SMALL.replace("train_iters: 10\n", more.replace("lr_decay_iters: 400\n", ""))
@@ -148,11 +147,11 @@ def test_warmup_is_a_share_of_the_decay_and_embeddings_decay(
 
 
 @pytest.mark.parametrize("given", ["[global, flash]", "[[[flash], 1], [[global], 1]]", "[[[flash], all]]"])
-def test_kinds_of_the_layers(given: str, tmp_path: Path) -> None:
+def test_attention_config_forms(given: str, tmp_path: Path) -> None:
     assert converted(tmp_path, f"{SMALL}attention_config: {given}\nmoe_num_experts: 1\n").model.mixers == ("attention",)
 
 
-def test_llama_2_has_the_parameters_that_it_has(tmp_path: Path) -> None:
+def test_llama_2_has_its_number_of_parameters(tmp_path: Path) -> None:
     llama = """
 num_layers: 32
 hidden_size: 4096
@@ -172,9 +171,9 @@ optimizer: {type: Adam, params: {lr: 0.001}}
 train_iters: 10
 """
     config = converted(tmp_path, llama, "--vocab-size", "32000").model
-    assert config.mlp_width == 11008  # 2/3 of 32768 are gate and input together, padded to 256 each
+    assert config.mlp_width == 11008  # 2/3 of 32768 is the width of gate and input together, each padded to 256
     assert count_parameters(config) == 6_738_415_616
-    # GPT-NeoX's own default: as many parameters as a GELU of four times the width.
+    # GPT-NeoX's default has as many parameters as a GELU of four times the width.
     small = converted(tmp_path, f"{SMALL}activation: swiglu\n").model
     assert small.mlp_width == 85
     assert converted(tmp_path, f"{SMALL}mlp_multiple_of: 96\n").model.mlp_width == 288
@@ -191,7 +190,7 @@ train_iters: 10
         ("train_batch_size: 16\ngas: null", (16, 1)),
     ],
 )
-def test_one_size_of_the_batch_is_enough(given: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_batch_sizes(given: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     batch = converted(tmp_path, SMALL.replace("train_micro_batch_size_per_gpu: 4\ngas: 1", given)).batch
     assert (batch.micro_batch_size, batch.gradient_accumulation_steps) == sizes
 
@@ -224,8 +223,8 @@ def test_precision(given: str, dtype: str, tmp_path: Path, capsys: pytest.Captur
     ],
 )
 def test_checkpoints(given: str, interval: int, log_spaced: bool, extra: tuple[int, ...], tmp_path: Path) -> None:
-    found = converted(tmp_path, f"{SMALL}{given}\n").checkpoint
-    assert (found.interval, found.log_spaced, found.extra_steps) == (interval, log_spaced, extra)
+    checkpoint = converted(tmp_path, f"{SMALL}{given}\n").checkpoint
+    assert (checkpoint.interval, checkpoint.log_spaced, checkpoint.extra_steps) == (interval, log_spaced, extra)
 
 
 @pytest.mark.parametrize(
@@ -261,32 +260,41 @@ def test_checkpoints(given: str, interval: int, log_spaced: bool, extra: tuple[i
         (f"{FILES}", "data.tokenizer.type", "sentencepiece"),
         (f"{FILES}\ntest_data_paths: [c]\nvalid_data_paths: [b]", "data.test", "c"),
         (f"{FILES}\neod_mask_loss: true", "data.mask_boundaries", True),
+        ("data_path: a\nvocab_file: gpt2-vocab.json\nmerge_file: gpt2-merges.txt", "data.tokenizer.type", "gpt2"),
+        ("warmup_iters: 3", "schedule.warmup_steps", 3),
+        ("lr_decay_iters: 8\nlr_warmup_iters: 3", "schedule.warmup_steps", 3),
+        ("decay_lr_to: 0.033", "schedule.min_lr_ratio", 0.033),
+        ("clip_grad: 0.5", "optimizer.gradient_clipping", 0.5),
+        ("zero_optimization: {stage: 1, offload_optimizer: {device: none}}", "parallel.zero_stage", 1),
+        ("load: a\nsave: a\nfinetune: true", "checkpoint.directory", "a"),
     ],
 )
 def test_values(given: str, key: str, value: Any, tmp_path: Path) -> None:
-    kept = [line for line in SMALL.splitlines() if line.split(":")[0] not in given.replace("-", "_").split(":")[0]]
-    found: Any = converted(tmp_path, "\n".join([*kept, given, ""]))
+    others = [line for line in SMALL.splitlines() if line.split(":")[0] not in given.replace("-", "_").split(":")[0]]
+    # The files of tokenizers need not exist.
+    node: Any = converted(tmp_path, "\n".join([*others, given, ""]), "--vocab-size", "8192")
     for name in key.split("."):
-        found = found[name] if isinstance(found, dict) else getattr(found, name)
-    assert found == value
+        node = node[name] if isinstance(node, dict) else getattr(node, name)
+    assert node == value
 
 
-def test_layout_of_several_processes_and_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipeline_layout_and_ignored_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = "pipe_parallel_size: 2\ncheckpoint_activations: true\ncheckpoint_num_layers: 2\n"
     (tmp_path / "neox.yml").write_text(f"{SMALL}{more}fp16: {{enabled: true, loss_scale: 128}}\n")
     assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 0
     assert yaml.safe_load((tmp_path / "run.yml").read_text())["parallel"]["pipeline"] == 2
-    said = capsys.readouterr().err
-    assert "blocks are recomputed one by one here, not 2 at a time" in said
-    assert "the loss scale is dynamic here" in said
+    output = capsys.readouterr().err
+    assert "checkpoint_num_layers" in output
+    assert "the loss scale is dynamic here" in output
 
 
 def test_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = "vocab_file: t.json\ntokenizer_type: HFTokenizer\n"
+    tokenizer = "vocab_file: 20B.json\ntokenizer_type: HFTokenizer\n"
+    tokenizer += "make_vocab_size_divisible_by: 64\n"
     both = f"{SMALL}{tokenizer}train_data_paths: [a, b]\nvalid_data_paths: [v]\nvalid_data_weights: [1]\n"
     blend = converted(tmp_path, both).data.blend
     assert (blend.by, blend.weights) == ("weights", (1.0, 1.0))
-    assert "split" not in capsys.readouterr().err
+    assert "first part of split" not in capsys.readouterr().err
     one = converted(tmp_path, both.replace("[a, b]", "[a]\ntrain_data_weights: [2]")).data
     assert (one.train, one.blend.by) == ("a", "tokens")
     capsys.readouterr()
@@ -294,52 +302,128 @@ def test_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "GPT-NeoX trains on the documents of the first part of split" in capsys.readouterr().err
 
 
-def test_one_validation_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_first_validation_set_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given, more in (("[data/v, data/w]", True), ("data/v", False)):
         (tmp_path / "neox.yml").write_text(
-            f"{SMALL}data_path: data/t\nvalid_data_paths: {given}\nvocab_file: t.json\ntokenizer_type: HFTokenizer\n"
+            f"{SMALL}data_path: data/t\nvalid_data_paths: {given}\nvocab_file: 20B.json\ntokenizer_type: HFTokenizer\n"
         )
         assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 0
         assert yaml.safe_load((tmp_path / "run.yml").read_text())["data"]["validation"] == "data/v"
-        said = capsys.readouterr().err
-        assert ("valid_data_paths: data/w" in said) == more
-        assert said.count("valid_data_paths") == more
+        output = capsys.readouterr().err
+        assert ("valid_data_paths: data/w" in output) == more
+        assert output.count("valid_data_paths") == more
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        ("pos_emb: alibi", "pos-emb = 'alibi'"),
-        ("fp16: true", "fp16 = True is not of GPT-NeoX's form"),
+        ("pos_emb: alibi", "pos_emb = 'alibi'"),
+        ("pos-emb: alibi", "pos-emb = 'alibi'"),
+        ("fp16: true", "fp16 = True: is not of GPT-NeoX's form"),
         ("activation: geglu", "activation = 'geglu'"),
         ("norm: scalenorm", "norm = 'scalenorm'"),
-        ("attention_config: [[[local], 2]]", "attention-config names 'local'"),
-        ("attention_config: [[[flash], 5]]", "attention-config = [[['flash'], 5]] is of 5 layers, and num-layers = 2"),
+        ("attention_config: [[[local], 2]]", "attention_config names 'local'"),
+        ("attention-config: [[[flash], 5]]", "attention-config = [[['flash'], 5]] is of 5 layers, and num_layers = 2"),
         ("attention_config: [[[flash], some]]", "is not of GPT-NeoX's form, such as"),
-        ("attention_config: flash", "attention-config = 'flash' is not of GPT-NeoX's form"),
-        ("gpt_j_tied: true", "gpt-j-tied"),
-        ("moe_num_experts: 8", "moe-num-experts = 8: no counterpart, every block has one MLP"),
+        ("attention_config: flash", "attention_config = 'flash' is not of GPT-NeoX's form"),
+        ("gpt_j_tied: true", "gpt_j_tied"),
+        ("moe_num_experts: 8", "moe_num_experts = 8: no counterpart, every block has one MLP"),
         ("use-mup: true", "use-mup = True: no counterpart"),
-        ("use_qk_layernorm: true", "use-qk-layernorm = True: no counterpart"),
-        ("sliding_window_width: 64", "sliding-window-width = 64: no counterpart"),
-        ("expansion_factor: 3", "expansion-factor = 3: no counterpart, give intermediate-size"),
+        ("use_qk_layernorm: true", "use_qk_layernorm = True: no counterpart"),
+        ("sliding_window_width: 64", "sliding_window_width = 64: no counterpart"),
+        ("expansion_factor: 3", "expansion_factor = 3: no counterpart, give intermediate-size"),
         ("attention_config: [[[mamba], 2]]", "a block of mamba has no MLP there, every block has one here"),
-        ("use_bias_in_norms: false", "use-bias-in-norms = False: no counterpart"),
-        ("mlp_type: llama", "mlp-type = 'llama': no counterpart, the llama of an earlier GPT-NeoX is"),
+        ("use_bias_in_norms: false", "use_bias_in_norms = False: no counterpart"),
+        ("mlp_type: llama", "mlp_type = 'llama': no counterpart, the llama of an earlier GPT-NeoX is"),
         ("weight_by_num_documents: true", "give the shares as train-data-weights"),
         ("lr_decay_fraction: 0.5", "give lr-decay-iters"),
-        ("vocab_file: gpt2-vocab.json", "tokenizer-type = 'GPT2BPETokenizer': HFTokenizer, SPMTokenizer have"),
+        ("tokenizer_type: CharLevelTokenizer", "tokenizer_type = 'CharLevelTokenizer': GPT2BPETokenizer, HFTokenizer"),
+        (
+            "data_path: a\nvocab_file: v/gpt2-vocab.json\nmerge_file: m.txt",
+            "merge_file = 'm.txt': v/gpt2-merges.txt is",
+        ),
+        (
+            "data_path: a\ntokenizer_type: SPMTokenizer\nvocab_file: t.model",
+            "is needed: give the rows of the embedding",
+        ),
         ("zero_optimization: {offload_optimizer: {device: cpu}}", "zero_optimization.offload_optimizer = {'device'"),
+        ("zero_optimization: {cpu_offload: true}", "zero_optimization.cpu_offload = True"),
         ("optimizer: {type: OneBitAdam}", "optimizer.type = 'OneBitAdam'"),
-        ("num_attention_heads: 5", "model.num_heads = 5 does not divide"),
+        ("num-attention-heads: 5", "num-attention-heads (here model.num_heads) = 5 does not divide"),
+        ("hidden_dropout: 0.1", "hidden_dropout = 0.1: no counterpart, there is no dropout here; set it to 0"),
+        ("train_impl: dpo", "train_impl = 'dpo': no counterpart, the objective must be language modelling"),
+        ("train_label_data_paths: [a]", "supervised fine-tuning is not supported"),
+        ("pos-train-data-paths: [a]", "pos-train-data-paths = ['a']: no counterpart, preferred and rejected answers"),
+        ("train_reward_data_paths: [a]", "reinforcement learning is not supported"),
+        ("pack_impl: unpacked", "documents are packed to whole samples"),
+        ("use_bnb_optimizer: true", "the optimizer state has 32 or 16 bits"),
+        ("load: a\nsave: b\nfinetune: true", "checkpoints of GPT-NeoX are not read, and finetune starts from this one"),
+        ("hiden-size: 64", "hiden-size is no key of GPT-NeoX; the nearest is hidden-size"),
+        ("seq_length:", "seq_length missing; name the file that describes the model too"),
     ],
 )
-def test_what_changes_the_model_is_refused(
-    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_settings_that_change_the_result_are_refused(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    key = line.split(":")[0]
+    key = line.split(":")[0].replace("-", "_")
     text = "\n".join(old for old in SMALL.splitlines() if not old.startswith(f"{key}:"))
     (tmp_path / "neox.yml").write_text(f"{text}\n{line}\n")
     assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run.yml").exists()
+
+
+def test_run_is_named_after_the_first_file_and_later_files_override(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.yml").write_text(SMALL)
+    (tmp_path / "local.yml").write_text("train-iters: 20\nload: elsewhere\nsave: here\nexit_interval: 5\n")
+    assert main([str(tmp_path / "model"), str(tmp_path / "local.yml")]) == 0
+    out, error = capsys.readouterr()
+    tree = yaml.safe_load(out)
+    assert (tree["run"]["name"], tree["schedule"]["train_steps"]) == ("model", 20)
+    assert f"train-iters = 20 of {tmp_path / 'local.yml'} replaces 10" in error
+    assert error.index("load ") < error.index("exit_interval ")
+
+
+@pytest.mark.parametrize(
+    ("multiple", "ranks", "rows"), [(128, 1, 50304), (128, 2, 50432), (128, 4, 50688), (1, 1, 50277)]
+)
+def test_vocabulary_is_padded_as_in_gpt_neox(multiple: int, ranks: int, rows: int, tmp_path: Path) -> None:
+    more = f"tokenizer_type: HFTokenizer\nmake_vocab_size_divisible_by: {multiple}\nmodel_parallel_size: {ranks}\n"
+    (tmp_path / "neox.yml").write_text(SMALL + more)
+    assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 0
+    assert yaml.safe_load((tmp_path / "run.yml").read_text())["model"]["vocab_size"] == rows
+
+
+def test_gpt2_tokenizer_of_a_config_trains(tmp_path: Path) -> None:
+    """Preprocess with GPT-NeoX's options, translate, train, and export the tokenizer that the run saved."""
+    write_gpt2(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "the cat sat on the mat <|endoftext|> again"}\n' * 200)
+    files = ["--vocab-file", str(tmp_path / "gpt2-vocab.json"), "--merge-file", str(tmp_path / "gpt2-merges.txt")]
+    words = ["--input", str(tmp_path / "text.jsonl"), "--tokenizer-type", "GPT2BPETokenizer", *files, "--workers", "1"]
+    assert preprocess_data.main([*words, "--append-eod", "--output-prefix", str(tmp_path / "data")]) == 0
+    overlay = f"data_path: {tmp_path}/data_text_document\nvocab_file: {files[1]}\nmerge_file: {files[3]}\n"
+    (tmp_path / "model.yml").write_text(SMALL.replace("seq_length: 128", "seq_length: 32"))
+    (tmp_path / "local.yml").write_text(overlay + f"save: {tmp_path}/run/checkpoints\n")
+    run = tmp_path / "run.yml"
+    assert main([str(tmp_path / "model.yml"), str(tmp_path / "local.yml"), "-o", str(run)]) == 0
+    small = ["schedule.train_steps=2", "evaluation.interval=0", f"run.directory={tmp_path}/run", "run.device=cpu"]
+    assert train.main([str(run), *small, "logging.progress_bar=false"]) == 0
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
+        (tmp_path / name).unlink()
+    tokenizer = saved_tokenizer(tmp_path / "run")
+    assert tokenizer is not None
+    export_tokenizer(tokenizer, tmp_path, causal=True)
+    assert check_same_ids(tokenizer, tmp_path, ["the cat <|endoftext|> again"]) > 100
+    assert preprocess_data.main([*words[:4], "--merge-file", "m.txt", "--output-prefix", str(tmp_path / "x")]) == 2
+
+
+def write_gpt2(folder: Path) -> None:
+    """Write GPT-2's 256 bytes, three merges and the end of a document."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    merges = ["t h", "th e", "\u0120 the"]
+    entries = [*sorted(ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    (folder / "gpt2-vocab.json").write_text(json.dumps({entry: number for number, entry in enumerate(entries)}))
+    (folder / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
