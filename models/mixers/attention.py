@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from ..backend import replaceable
 from ..layers.projections import FusedProjections, apply_each, linear
@@ -218,7 +219,10 @@ def dot_product(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_caus
     """Return softmax(q k^T / sqrt(head_dim)) v for q, k, v [batch, heads, length, head_dim].
 
     allowed: bool, broadcastable to [batch, heads, query length, key length]; None if is_causal or without a mask.
+    is_causal: the last query and the last key are one token; there may be more keys than queries.
     """
+    if is_causal and q.shape[2] != k.shape[2]:
+        allowed, is_causal = causal_lower_right(q.shape[2], k.shape[2]), False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
 
 

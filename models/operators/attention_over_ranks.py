@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from .context_parallel import ContextParallelGroup
 
@@ -36,7 +35,7 @@ def attention_over_ranks(
     q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim], local shards. mask: [batch, length * count]
     bool of the whole sequence, False for padding, or None. cu_seqlens: [segments + 1] of the whole sequence, or None; a query
     then reads its own segment only. dot_product: (q, k, v [batch, heads, length, head_dim],
-    mask, is_causal) -> o.
+    mask, is_causal) -> o; if causal, the last query and the last key are one token.
     """
     length, count = q.shape[1], group.count
     bounds = [0, length * count] if cu_seqlens is None else cu_seqlens.tolist()
@@ -53,16 +52,15 @@ def attention_over_ranks(
             if begin >= stop:
                 continue
             read = slice(start, stop if causal else end)
-            simple, allowed = causal and begin == start and mask is None, None
+            allowed = None
             if mask is not None:
                 query, key = (torch.arange(*span, device=q.device) for span in ((begin, stop), (read.start, read.stop)))
                 seen = mask[:, None, read] & (key <= query[:, None]) if causal else mask[:, None, read]
                 # A padded query attends to itself, as on one rank.
                 allowed = (seen | (key == query[:, None]))[:, None]
-            elif causal and not simple:
-                # Aligned to the last key, unlike is_causal=True.
-                allowed = causal_lower_right(stop - begin, stop - start)
-            parts.append(dot_product(q[:, :, begin:stop], k[:, :, read], v[:, :, read], allowed, simple))
+            parts.append(
+                dot_product(q[:, :, begin:stop], k[:, :, read], v[:, :, read], allowed, causal and mask is None)
+            )
         return torch.cat(parts, 2)
 
     own = group.index
