@@ -63,6 +63,8 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
             read_suite(name)
         if request.tasks.fewshot_as_multiturn and not request.tasks.apply_chat_template:
             raise ValueError("--fewshot-as-multiturn needs --apply-chat-template")
+    if request.texts is not None and request.texts.stride and request.texts.by_position:
+        raise ValueError("--stride and --by-position cannot be combined: leave one out")
     kinds = request.kinds
     if request.out and len(kinds) > 1:
         raise ValueError(

@@ -227,6 +227,7 @@ def test_results_file_is_in_the_run_folder(trained_run: Path, tmp_path: Path) ->
         (["{tmp}/hub"], "hub is a Hugging Face model and has no validation set: name a text with --data"),
         (["{tmp}/hub", "--data", "{tmp}/half"], "half: token files have another tokenizer than"),
         (["{tmp}/hub", "--data", "{tmp}/empty.txt", "--by-position"], "hub: --by-position needs a run"),
+        (["{run}", "--stride", "8", "--by-position"], "--stride and --by-position cannot be combined"),
         (["{run}", "--stride", "33"], "--stride 33: allowed are 1 to 32, the tokens per piece"),
     ],
 )
