@@ -13,13 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_lite.fault_tolerance.rank_consistency import rank_words
 from megatron_lite.optim.zero_state import NamedBuffer, OptimizerState, concatenated
-from megatron_lite.parallel.collectives import async_to_host, gather
+from megatron_lite.parallel.collectives import all_gather_single, async_to_host, gather
 from megatron_lite.parallel.grid import Grid
 
 # Hashing the weights once takes 0.07 % of the forward and backward pass over this many tokens (H200, bf16) at any model size.
@@ -88,7 +87,7 @@ class ReplicaCheck:
     def _exchange(self, step: int) -> None:
         local = torch.stack([hashes.digest() for hashes in self._hashes])
         everyone = local.new_empty(2 * self._grid.world_size)
-        dist.all_gather_into_tensor(everyone, local)
+        all_gather_single(everyone, local)
         self._pending = step, async_to_host(everyone)
 
     def _replicas(self, over: int) -> list[list[int]]:

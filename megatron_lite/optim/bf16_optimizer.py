@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.parallel.collectives import async_to_host
+from megatron_lite.parallel.collectives import async_to_host, reduce_scatter_single
 
 _BUCKET = 1 << 26  # elements per reduce-scatter
 
@@ -320,7 +320,7 @@ def average_local_slice(flat: Tensor, group: Any, dtype: torch.dtype) -> None:
     for columns, into in zip(rows.split(_BUCKET // replicas, dim=1), local.split(_BUCKET // replicas), strict=True):
         sent = columns.to(dtype).contiguous()
         total = torch.empty_like(into, dtype=dtype)
-        work = dist.reduce_scatter_tensor(total, sent.view(-1), group=group, async_op=True)
+        work = reduce_scatter_single(total, sent.view(-1), group=group, async_op=True)
         # The previous bucket is copied while this one is reduced.
         if previous is not None:
             _finish_bucket(*previous, replicas)

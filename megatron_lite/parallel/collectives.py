@@ -13,6 +13,10 @@ from megatron_lite.parallel.grid import Grid
 
 T = TypeVar("T")
 
+# The names of torch 2.13, which warns about those of earlier releases.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def all_reduce_sum(values: list[float], grid: Grid) -> list[float]:
     """Return the sums of the values over the replicas (data and context ranks), in float64, the same on every rank.
@@ -67,14 +71,14 @@ def any_rank(flags: Sequence[bool], grid: Grid) -> list[bool]:
 def all_gather(x: Tensor, group: dist.ProcessGroup, count: int) -> Tensor:
     """Return [count, *x.shape]: x of every rank of the group, in order."""
     out = x.new_empty(count, *x.shape)
-    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+    all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
     return out
 
 
 def reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's row of the sum over the group of parts [count, ...]."""
     out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    dist.reduce_scatter_tensor(out.view(-1), parts.contiguous().view(-1), group=group)
+    reduce_scatter_single(out.view(-1), parts.contiguous().view(-1), group=group)
     return out
 
 
