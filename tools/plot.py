@@ -1,7 +1,7 @@
 """Plot the curves of one or several runs: `python -m tools.plot runs/a runs/b`.
 
 The figure shows the loss against steps and tokens (faint: raw, solid: smoothed, points: validation), the throughput, the
-learning rate and the gradient norm. `--html` writes a report page of one run instead.
+learning rate and the gradient norm. `--html` writes a report page of one run, or a page that compares several runs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tools.cli.arguments import check_picture, command, command_line
 from tools.reporting.run_curves import plot_runs
+
+if TYPE_CHECKING:
+    from tools.reporting.runs_page import Section
 
 
 @command
@@ -25,17 +29,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "  python -m tools.plot runs/default                     one run, to runs/default/plot.png\n"
             "  python -m tools.plot runs/metala runs/gla -o both.pdf two runs in one picture\n"
             "  python -m tools.plot runs/default --html              a report page, to runs/default/report.html\n"
+            "  python -m tools.plot runs/a runs/b runs/c --html      curves, configurations and scores, to runs.html\n"
         ),
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     parser.add_argument("-o", "--out", type=Path, help="file to write; its suffix selects the format (png, pdf, svg)")
-    parser.add_argument("--html", action="store_true", help="write a self-contained report page of one run instead")
+    parser.add_argument("--html", action="store_true", help="write a self-contained page instead of a figure")
     options = parser.parse_args(arguments)
-    if options.html:
+    if options.html and len(options.runs) > 1:
+        from tools.reporting.runs_page import write_runs_page
+
+        print(write_runs_page(options.runs, options.out or Path("runs.html"), _comparisons(options.runs)))
+    elif options.html:
         from tools.reporting.run_report import write_report
 
-        if len(options.runs) > 1:
-            parser.error("--html is about one run; leave --html out to compare several")
         print(write_report(options.runs[0], options.out))
     else:
         folder = options.runs[0].parent if options.runs[0].is_file() else options.runs[0]
@@ -44,6 +51,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_picture(options.out, "--out")
         print(plot_runs(options.runs, options.out or default))
     return 0
+
+
+def _comparisons(runs: Sequence[Path]) -> list[Section]:
+    """Return the differences of the runs from the first one, paired by document, for the runs with results of suites."""
+    from tools.evaluation.results_file import read_results
+    from tools.evaluation.significance import compare, comparison_rows
+    from tools.reporting.run_curves import distinct_names
+    from tools.reporting.runs_page import Section
+
+    results = {}
+    for name, run in zip(distinct_names(runs), runs, strict=True):
+        folder = run.parent if run.is_file() else run
+        if files := sorted(folder.glob("evaluation/step_*/results.json")):
+            results[name] = read_results(files[-1])
+    first, *others = results or [""]
+    sections = []
+    for name in others:
+        title = f"Evaluation: {name} minus {first}"
+        try:
+            header, rows = comparison_rows(compare(results[first], results[name]))
+        except ValueError as error:
+            sections.append(Section(title, [], [], f"not compared: {error}"))
+            continue
+        header = [{"first": first, "second": name}.get(cell, cell) for cell in header]
+        note = "Paired by document. \u00b1: standard error of the difference. significant: p (Holm) < 0.05."
+        sections.append(Section(title, header, rows, note))
+    return sections
 
 
 if __name__ == "__main__":

@@ -144,7 +144,6 @@ CASES = {
     ],
     "tools.plot": [
         ("NONE", "no metrics there; name the folder of a run"),
-        ("RUN RUN --html", "--html is about one run; leave --html out"),
         ("RUN -o OUT/plot.nosuch", r"--out .*plot\.nosuch: the name must end in an image format, such as \.png"),
         ("RUN -o FILE/plot.png", r"--out .*plot\.png: cannot be written \(Not a directory"),
     ],

@@ -137,11 +137,35 @@ def test_scores_and_sample_of_the_summary(tmp_path: Path, monkeypatch: pytest.Mo
     assert (data["steps_a_point"], data["train"]["step"]) == (2, [2, 3])
 
 
-def test_the_command_takes_one_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([str(run), str(run), "--html"])
-    assert stop.value.code == 2
-    assert "--html is about one run" in capsys.readouterr().err
+def test_page_of_several_runs(run: Path, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Show results, curves, differing keys, and scores with their significance, in one file."""
+    other = tmp_path / "other<b>"
+    shutil.copytree(trained_run, other, ignore=shutil.ignore_patterns("SHA256SUMS"))
+    config = other / "checkpoints" / "step_00000030" / "config.yml"
+    config.write_text(re.sub(r"^  lr: .*", "  lr: 0.5", config.read_text(), count=1, flags=re.MULTILINE))
+    for folder, correct in ((run, 9), (other, 1)):
+        entry = {"ids": [f"{i}:{i}" for i in range(10)], "values": [1.0] * correct + [0.0] * (10 - correct)}
+        target = folder / "evaluation" / "step_00000030" / "results.json"
+        target.parent.mkdir(parents=True)
+        target.write_text(json.dumps({"metalion": {"title": "m", "documents": {"t": {"acc": entry}}}, "results": {}}))
+    assert main([str(run), str(other), "--html", "-o", str(tmp_path / "runs.html")]) == 0
+    text = (tmp_path / "runs.html").read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    assert not page.scripts
+    assert "http" not in text.replace("http-equiv", "")
+    (picture,) = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
+    assert picture is not None
+    assert picture.startswith("data:image/svg+xml;base64,")
+    rows = [re.sub(r"<[^>]*>", "|", line) for line in text.splitlines() if line.startswith("<tr><td>")]
+    assert any("|my run|" in row and "|30|" in row for row in rows)
+    assert [row for row in rows if "optimizer.lr" in row]
+    assert not [row for row in rows if "run.name" in row]
+    (compared,) = [row for row in rows if "|t|" in row]
+    assert "|90.00||10.00||-80.00|" in compared
+    assert "other<b>" not in text
+    assert "perplexity" in text
+    assert "Evaluation: other&lt;b&gt; minus my run" in text
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
