@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lite.parallel.launcher import end_with_launcher
-from tools.cli.arguments import command_line
-from tools.pretraining.run import run
+from tools.cli.arguments import command_line, parse_with_overrides
+from tools.pretraining.run import run, schema
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "default.yml"
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     # The deepspeed launcher adds it to every command. LOCAL_RANK of the environment has the same value.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_intermixed_args(arguments)
+    options = parse_with_overrides(parser, arguments, schema)
     files: list[str | Path] = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]
     return run(files or [DEFAULT_CONFIG], overrides, print_config=options.print_config, dry_run=options.dry_run)

@@ -124,7 +124,7 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{path} is not a SentencePiece model ({error}). Train one with python -m tools.train_tokenizer, or set"
+                f"{path} is not a SentencePiece model. Train one with python -m tools.train_tokenizer, or set"
                 " data.tokenizer.type to the type of the file."
             ) from error
         self.path: str | None = str(path)

@@ -11,15 +11,17 @@ from .atomic_io import atomic_write
 from .tokenizer import END_OF_DOCUMENT, SPACE_MARK
 
 LINE_BYTES = 4000
+SMALLEST_VOCABULARY = 264
 # A line with the whitespace after it. Pieces never cross these lines, so no piece has text after a line end.
 _LINE = re.compile(r"[^\n]*\n\s*|[^\n]+")
 
 
 def check_sentencepiece_size(vocab_size: int) -> None:
     """Raise ValueError if the vocabulary is too small for all bytes and the special ids."""
-    if vocab_size < 264:
+    if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
-            f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids are always included; set 264 or more"
+            f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids are always included; set"
+            f" {SMALLEST_VOCABULARY} or more"
         )
 
 
@@ -34,7 +36,7 @@ def train_sentencepiece(
       model trained on as many tokens spends 2 % more bits per byte.
     - "bpe" splits a word in the same way with and without a space after it (``merge_spaces_last``).
 
-    Raises ValueError with the limit of SentencePiece if the texts are too small for ``vocab_size``.
+    Raises ValueError with the allowed sizes if ``vocab_size`` does not suit the texts.
     """
     import sentencepiece
 
@@ -69,12 +71,24 @@ def train_sentencepiece(
     except (RuntimeError, OSError) as error:
         if "KeyboardInterrupt" in str(error):  # from `texts`: SentencePiece passes on only the message of an exception
             raise KeyboardInterrupt from error
-        raise ValueError(
-            f"SentencePiece could not train a {model_type} vocabulary of {vocab_size} on this text: {error}. Less"
-            " text needs a smaller data.tokenizer.vocab_size."
-        ) from error
+        raise ValueError(_problem(str(error), vocab_size)) from error
     with atomic_write(path) as file:
         file.write(merge_spaces_last(model.getvalue()) if model_type == "bpe" else model.getvalue())
+
+
+def _problem(error: str, vocab_size: int) -> str:
+    """Return the message for an error of SentencePiece's trainer, which names lines of its C++ source."""
+    size = f"the vocabulary size {vocab_size} (data.tokenizer.vocab_size, --vocab-size)"
+    no_text = "the text is too short to train a tokenizer: add text, or set data.tokenizer.type=bytes"
+    if largest := re.search(r"a value <= (\d+)", error):
+        if int(largest[1]) < SMALLEST_VOCABULARY:
+            return no_text
+        return f"{size} is too large for this text: set {largest[1]} or less, or add text"
+    if needed := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        return f"{size} is too small for the characters of this text: set {needed[1]} or more"
+    if "sentences_.empty()" in error:
+        return no_text
+    return f"SentencePiece cannot train a vocabulary of {vocab_size} on this text: {error.rpartition('] ')[2]}"
 
 
 def merge_spaces_last(content: bytes) -> bytes:

@@ -58,7 +58,7 @@ def _export(options: argparse.Namespace) -> int:
         licence=options.licence,
         tokenizer_file=options.tokenizer,
         text=options.text,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     files = f"{done.shards} files" if done.shards > 1 else "one file"
     print(f"{done.folder}: {done.parameters:,} parameters in {options.dtype}, {done.bytes / 1e9:,.2f} GB in {files}")
@@ -78,7 +78,7 @@ def _import(options: argparse.Namespace) -> int:
         options.run,
         overwrite=options.overwrite,
         text=options.text,
-        progress=sys.stderr.isatty(),
+        progress=True,
         trust_remote_code=options.trust_remote_code,
     )
     print(f"{done.checkpoint}: {done.parameters:,} parameters of {options.folder} ({done.kind})")
@@ -94,7 +94,7 @@ def _import(options: argparse.Namespace) -> int:
     if theirs is None:
         print(f"logits are not compared with the original's: {origin}")
     else:
-        ours = trainer_logits(Weights(done.checkpoint), done.model, tokens, torch.float32, progress=sys.stderr.isatty())
+        ours = trainer_logits(Weights(done.checkpoint), done.model, tokens, torch.float32, progress=True)
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         print(
             f"logits on {tokens.numel()} tokens of {name}: largest difference to {origin} {difference:.2e} "
@@ -132,8 +132,8 @@ def _check(done: Export, options: argparse.Namespace) -> int:
         tokens = rows_of(text, done.tokenizer, config)
         compared = check_same_ids(done.tokenizer, done.folder, [text])
         print(f"tokenizer: AutoTokenizer gives the same ids on {compared:,} tokens")
-    kind, progress = DTYPES[options.dtype], sys.stderr.isatty()
-    result = compare_logits(done.weights, config, done.folder, tokens, kind, progress=progress)
+    kind = DTYPES[options.dtype]
+    result = compare_logits(done.weights, config, done.folder, tokens, kind, progress=True)
     print(
         f"logits on {result.tokens} tokens of {name}: largest difference to the trainer's {result.converted:.2e} "
         f"(largest logit {result.largest:.2f})"

@@ -10,8 +10,18 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from tools.cli.arguments import FAILED, above_zero, above_zero_to_one, command, command_line, from_zero, positive
+from tools.cli.arguments import (
+    FAILED,
+    above_zero,
+    above_zero_to_one,
+    command,
+    command_line,
+    from_zero,
+    parse_with_overrides,
+    positive,
+)
 from tools.planning.estimate import layer_flops, memory, read_config, read_config_any_layout, workload
+from tools.pretraining.run import schema
 
 if TYPE_CHECKING:  # torch is imported on use, so that --help is fast
     from megatron_lite.config.schema import Config
@@ -99,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--measure", action="store_true", help="train a few steps of each ZeRO stage and checkpointing mode"
     )
-    options = parser.parse_intermixed_args(arguments)
+    options = parse_with_overrides(parser, arguments, schema)
     if options.measure:
         from tools.planning.measure_memory import measure
 
@@ -166,8 +176,7 @@ def layouts(
     config: Config[ModelConfig], words: Sequence[str], gpus: int, dtype: str, flops: float, links: Links
 ) -> Iterator[Row]:
     """Yield the cost of each legal layout with each ZeRO stage that it supports."""
-    from tqdm import tqdm
-
+    from data.progress import ProgressBar
     from megatron_lite.config.loader import ConfigError
     from megatron_lite.parallel.layout import legal_layouts, limits_of
     from megatron_lite.planning.communication_cost import step_seconds
@@ -180,7 +189,7 @@ def layouts(
     known: dict[Any, list[LayerCost]] = {}
     flops_of = layer_flops(config)
     work = workload(config, flops_of, dtype)
-    for layout in tqdm(candidates, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
+    for layout in ProgressBar(candidates, desc="layouts", leave=False):
         more = [f"parallel.{key}={getattr(layout, key)}" for key in ("tensor", "pipeline", "context")]
         more += [f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}"]
         for stage in (1, 2, 3):

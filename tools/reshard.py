@@ -40,8 +40,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
         CheckpointError: the source cannot be read, or the output exists or cannot be written.
         ValueError: the model does not divide into that layout.
     """
-    from tqdm import tqdm
-
+    from data.progress import ProgressBar
     from megatron_lite.checkpoint import reader as checkpoint
     from megatron_lite.checkpoint.storage import rewrite
     from megatron_lite.parallel.layout import Layout, layout_problems, limits_of, nearest_layouts, stage_bounds
@@ -88,7 +87,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
                 ranks[owner].append(checkpoint.TensorSlice(name, shard, start, stop - start))
     layout = {"world_size": len(ranks), "data": data, "tensor": tensor, "pipeline": pipeline, "context": 1}
     layout |= {key: manifest["layout"][key] for key in ("zero_stage", "dtype") if key in manifest["layout"]}
-    with tqdm(total=len(ranks), unit="rank", file=sys.stderr) as bar:
+    with ProgressBar(total=len(ranks), unit="rank", file=sys.stderr) as bar:
         final = rewrite(source, output, ranks, layout, progress=bar.update)
     return (
         f"{final}: for {checkpoint.describe_layout(layout)}; was for {checkpoint.describe_layout(manifest['layout'])}"

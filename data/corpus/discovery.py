@@ -15,8 +15,11 @@ A folder means every .jsonl, .json, .parquet and .txt file in it, compressed or 
 from __future__ import annotations
 
 import glob as globbing
+import socket
 import sys
 import sysconfig
+import urllib.parse
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +30,10 @@ Corpus = str | Path | Sequence[str | Path]
 JSON_SUFFIXES = (".jsonl", ".json")
 FOLDER_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".txt")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
+_WITHOUT_HUB = (
+    "Without the hub, name a folder: save the data set there with datasets.load_dataset(...).save_to_disk(FOLDER) on a machine"
+    " with a network."
+)
 
 
 @dataclass(frozen=True)
@@ -104,12 +111,34 @@ def named_dataset(name: str) -> tuple[str, str | None, str]:
 
 
 def dataset_version(name: str) -> str:
-    """Return the current version of a data set, as the library datasets reports it. Needs the network unless NAME is a folder."""
+    """Return the current version of a data set, as the library datasets reports it.
+
+    It needs the network unless NAME is a folder. Raises ValueError if the hub cannot be reached or has no such data set.
+    """
+    dataset, configuration, _ = named_dataset(name)
+    _check_hub(name, dataset)
     import datasets
 
-    dataset, configuration, _ = named_dataset(name)
-    builder = datasets.load_dataset_builder(dataset, configuration)
+    try:
+        builder = datasets.load_dataset_builder(dataset, configuration)
+    except Exception as error:  # errors of datasets, of the network and of file formats
+        raise ValueError(f"{name}: the library datasets cannot open it: {error}. {_WITHOUT_HUB}") from error
     return f"{builder.cache_dir}".removeprefix(str(builder._cache_dir_root))
+
+
+def _check_hub(name: str, dataset: str) -> None:
+    """Raise ValueError if the hub cannot be reached. The library would retry for a minute."""
+    from huggingface_hub import constants
+
+    if Path(dataset).exists() or constants.HF_HUB_OFFLINE or urllib.request.getproxies():
+        return
+    hub = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=10).close()
+    except OSError as error:
+        raise ValueError(
+            f"{name}: the hub {hub.netloc} cannot be reached ({error.strerror or error}). {_WITHOUT_HUB}"
+        ) from error
 
 
 def _expand(entry: str) -> list[SourceFile]:

@@ -157,7 +157,7 @@ def _write_parts(
     progress: bool,
     known: Mapping[str, Record],
 ) -> None:
-    from tqdm import tqdm
+    from ..progress import ProgressBar
 
     reports = finished_reports(parts, len(files))
     for path, recorded in input_records(files, reports).items():
@@ -178,7 +178,7 @@ def _write_parts(
     part: Shard | None = None
     total = sum(file.bytes for file in files)
     with (
-        tqdm(total=total or None, unit="B", unit_scale=True, disable=not progress, mininterval=0.5) as bar,
+        ProgressBar(total=total or None, unit="B", unit_scale=True, disable=not progress, mininterval=0.5) as bar,
         _pool(settings, workers) as pool,
     ):
         speed = _Speed(bar)

@@ -270,10 +270,10 @@ def _batches(settings: _CorpusSettings, sides: list[str]) -> Iterator[list[tuple
 
 def _documents(settings: _CorpusSettings, what: str, skipped: Counter[str]) -> Iterator[Document]:
     """Yield every document, with a progress bar. Raises ValueError at the first line that does not parse."""
-    from tqdm import tqdm
+    from ..progress import ProgressBar
 
     total = sum(file.bytes for file in settings.files) or None
-    with tqdm(
+    with ProgressBar(
         total=total, desc=what, unit="B", unit_scale=True, disable=not settings.progress, leave=False, mininterval=0.5
     ) as bar:
         for block in read_blocks(settings.files):

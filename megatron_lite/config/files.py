@@ -120,7 +120,14 @@ def _read_file(path: Path | None, name: str, including: tuple[Path, ...]) -> Sou
     sources = Sources()
     where = f" (included from {_shown(including[-1])})" if including else ""
     if path is None:
-        sources.problems.append(f"{name}: no such file{where}{_nearest_files(name)}")
+        problem = f"no such file{where}{_nearest_files(name)}"
+        if re.fullmatch(r"[a-z]\w*(\.\w+)+", name) and not name.endswith((".yml", ".yaml")):
+            problem = f"has no value: write {name}=VALUE, without spaces"
+        sources.problems.append(f"{name}: {problem}")
+        return sources
+    if path.is_dir():
+        inside = ", ".join(_shown(file) for file in sorted(path.glob("*.y*ml"))[:3])
+        sources.problems.append(f"{_shown(path)}: is a folder{where}; name a file{inside and f', such as {inside}'}")
         return sources
     resolved = path.resolve()
     if resolved in including:

@@ -163,10 +163,11 @@ def _unknown(path: KeyPath, value: Any, section: type, schema: type) -> Iterator
             yield from _unknown((*path, name), inner, section, schema)
         return
     answer = REMOVED_KEYS.get(path) or neox_answer(path)
-    yield Problem(path, answer or f"is an unknown key; {_nearest(path, section, schema)}")
+    yield Problem(path, answer or f"is an unknown key; {nearest_keys(path, section, schema)}")
 
 
-def _nearest(path: KeyPath, section: type, schema: type) -> str:
+def nearest_keys(path: KeyPath, section: type, schema: type) -> str:
+    """Return "nearest: ..." with up to three keys of the schema that resemble a path, else the keys of the section."""
     above, name = path[:-1], path[-1]
     siblings = list(keys_of(section))
     everywhere = [leaf for leaf, _ in leaves(schema)]

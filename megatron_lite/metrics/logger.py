@@ -18,7 +18,6 @@ import shutil
 import sys
 import time
 import uuid
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -140,8 +139,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         path: the file or the folder of the run.
 
     Returns:
-        One dict per line, with NaN for `null`. An incomplete last line is skipped. Other unreadable lines are skipped with
-        a warning.
+        One dict per line, with NaN for `null`. An incomplete last line is skipped. Damaged lines are skipped with a
+        line on stderr.
 
     Raises:
         FileNotFoundError: there is no such file or folder, or the folder holds no `metrics.jsonl`.
@@ -187,13 +186,23 @@ def _parse(file: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             line = None
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("kind"), str):
+        if _is_line(line):
             lines.append(line)
         elif number < len(raw):
             broken.append(number)
     if broken:
-        warnings.warn(f"{file}: {len(broken)} unreadable lines skipped, the first is line {broken[0]}", stacklevel=3)
+        print(
+            f"warning: {file}: {len(broken)} damaged lines are skipped, the first is line {broken[0]}", file=sys.stderr
+        )
     return lines
+
+
+def _is_line(line: Any) -> bool:
+    """Return whether a value is a line of `log`: an object with step and kind whose losses are numbers."""
+    if not (isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("kind"), str)):
+        return False
+    numbers = (value for key, value in line.items() if key in ("loss", "time") or not isinstance(value, str))
+    return all(value is None or isinstance(value, int | float) for value in numbers)
 
 
 def finite(values: Mapping[str, Value]) -> dict[str, Value | None]:

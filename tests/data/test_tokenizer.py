@@ -86,8 +86,15 @@ def test_training_is_repeatable(tmp_path):
 
 
 def test_a_vocabulary_that_the_text_cannot_fill(tmp_path):
-    with pytest.raises(ValueError, match=r"could not train a bpe vocabulary of 5000.*<= \d+.*smaller"):
+    with pytest.raises(
+        ValueError, match=r"^the vocabulary size 5000 .* is too large .*: set \d+ or less, or add text$"
+    ):
         train_sentencepiece(["a few words of text\n" * 3], tmp_path / "x.model", vocab_size=5000)
+    with pytest.raises(ValueError, match=r"size 264 .* is too small for the characters of this text: set 770 or more$"):
+        train_sentencepiece(["".join(map(chr, range(0x4E00, 0x5000)))], tmp_path / "x.model", vocab_size=264)
+    for text in ("", "ab", "\0"):
+        with pytest.raises(ValueError, match=r"^the text is too short to train a tokenizer: add text, or set data"):
+            train_sentencepiece([text], tmp_path / "x.model", vocab_size=300)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="vocab_size 200 is too small"):
         train_sentencepiece(["a"], tmp_path / "x.model", vocab_size=200)

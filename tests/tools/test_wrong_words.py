@@ -21,6 +21,10 @@ from tools.cli import arguments
 CASES = {
     "train.py": [
         ("NONE.yml", r"nothing\.yml: no such file; name one that is there"),
+        ("configs", "configs: is a folder; name a file, such as configs/"),
+        ("optimizer.lr 1e-3", "optimizer.lr: has no value: write optimizer.lr=VALUE"),
+        ("--lr 1e-3", "--lr is not an option. Keys are set without dashes, .*; nearest: optimizer.lr"),
+        ("--hidden-size=64", "--hidden-size=64 is not an option.* nearest: model.hidden_size"),
         ("TEXT", r"README\.md:\d+: YAML syntax"),
         ("model.hiden_size=64", "model.hiden_size is an unknown key; nearest: model.hidden_size"),
         ("model.hidden_size=wide", 'model.hidden_size = "wide": whole number is allowed'),
@@ -30,6 +34,11 @@ CASES = {
         ("--dry-run run.device=cuda", "the device 'cuda' is not here: allowed are auto, cpu"),
         ("data.corpus=NONE run.directory=OUT", "the data path .*nothing does not exist .* A corpus is"),
         ("run.directory=FILE/run", "run.directory = .*name a folder that can be written"),
+        (
+            "data.corpus=TEXT data.validation_fraction=0 data.tokenizer.type=bytes batch.sequence_length=1000000000 "
+            "run.directory=OUT data.cache_directory=OUT/cache",
+            r"batch.sequence_length = 1000000000: the token file .* tokens, fewer than one sample .* or less, or add text",
+        ),
         ("run.directory=OUT checkpoint.resume=NONE", "nothing does not exist .*: a run folder, .* is needed"),
     ],
     "eval.py": [
@@ -140,6 +149,7 @@ CASES = {
         ("CONFIG --gpu nosuch", "--gpu 'nosuch': no .* peak; known are V100"),
         ("CONFIG --mfu 40", "--mfu: 40: a number above 0 and at most 1 is allowed"),
         ("CONFIG --node-bandwidth 0", "--node-bandwidth: 0: a number above 0"),
+        ("CONFIG --tensor 2", "--tensor is not an option.*; nearest: parallel.tensor"),
         ("CONFIG model.nosuch=1", "model.nosuch is an unknown key; allowed in model are"),
     ],
     "tools.plot": [

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
+from data.progress import ProgressBar
 from models.operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
 from models.operators.metala import metala_epilogue
 from models.precision import NORMALIZER_EPS
@@ -49,7 +49,7 @@ def run(output: Path) -> None:
         del methods[FLIPPED]
     work = [(name, build, *shape) for shape in SHAPES for name, build in methods.items()]
     rows = []
-    for name, build, length, batch in (bar := tqdm(work, unit="case")):
+    for name, build, length, batch in (bar := ProgressBar(work, unit="case")):
         bar.set_postfix_str(f"{name} {length} x {batch}")
         rows.append(measure(name, length, batch, lambda build=build, shape=(length, batch): build(*shape)))
         write_csv(output / "kernels.csv", [asdict(row) for row in rows])
@@ -76,7 +76,7 @@ def choice(output: Path) -> None:
     _needs_cuda()
     rows: list[dict[str, Any]] = []
     cases = [(dim, length) for dim in (32, 64, 128) for length in (32, 64, 128, 192, 256, 512, 1024)]
-    for dim, length in tqdm(cases, unit="case"):
+    for dim, length in ProgressBar(cases, unit="case"):
         row: dict[str, Any] = {"head size": dim, "length": length}
         # Log decay per token. The name is the number of tokens after which the decay reaches e^-20.
         for memory, rate in (("30 tokens", 20 / 30), ("200 tokens", 0.1), ("all", 0.0)):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from data.progress import ProgressBar
 from models.config import ModelConfig
 from models.mixers import MIXERS
 
@@ -52,7 +53,7 @@ def run(
             raise ValueError(f"--only {' '.join(unknown)}: allowed are {', '.join(MIXERS)}")
         cases = {name: case for name, case in cases.items() if case[0] in (PEER, *only)}
     rows: list[dict[str, Any]] = []
-    for method, (name, options) in (bar := tqdm(cases.items(), unit="mixer")):
+    for method, (name, options) in (bar := ProgressBar(cases.items(), unit="mixer")):
         bar.set_postfix_str(method)
         try:
             config = ModelConfig(

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from data.progress import ProgressBar
 from tools.cli.devices import device_of
 
 from .profile_parts import PARTS, part_of
@@ -76,7 +76,7 @@ def run(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.model.vocab_size, (batch, length + 1), generator=generator)
 
-    with tqdm(total=WARM_UP + TIMED + steps + 1, unit="step") as bar:
+    with ProgressBar(total=WARM_UP + TIMED + steps + 1, unit="step") as bar:
 
         def next_step(words: str) -> float:
             bar.set_postfix_str(words)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from data.progress import ProgressBar
 
 from .report import plot_bars, plot_lines, table, write_csv
 from .training_models import MODELS_UNDER_TEST, PRECISIONS, PROJECT, PROJECT_CHANGES, project_config
@@ -126,7 +126,7 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
         with (
             contextlib.suppress(KeyboardInterrupt),
             _interrupted_by_sigterm(),
-            tqdm(total=len(cases) * len(plan.shapes), unit="case", file=sys.stderr) as bar,
+            ProgressBar(total=len(cases) * len(plan.shapes), unit="case", file=sys.stderr) as bar,
         ):
             for name, precision in cases:
                 task = {"subject": name, "steps": plan.steps, "tuned": plan.tuned, "device": plan.device}

@@ -93,6 +93,24 @@ def command_line(command: str, description: str | None, epilog: str = "") -> arg
     )
 
 
+def parse_with_overrides(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, schema: Callable[[], type]
+) -> argparse.Namespace:
+    """Parse options mixed with `key.sub=value`. An unknown option such as --lr is refused with the key of that name.
+
+    schema: returns the configuration class that has the keys.
+    """
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        from megatron_lite.config.loader import nearest_keys
+
+        path = tuple(unknown[0].lstrip("-").partition("=")[0].replace("-", "_").split("."))
+        nearest = nearest_keys(path, schema(), schema())
+        hint = f"; {nearest}" if nearest.startswith("nearest") else ""
+        parser.error(f"{unknown[0]} is not an option. Keys are set without dashes, as optimizer.lr=1e-3{hint}")
+    return options
+
+
 def check_writable(path: Path, flag: str) -> None:
     """Raise ValueError naming the option if the output file cannot be written. Leaves no file behind."""
     folder = path.parent

@@ -115,7 +115,7 @@ def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namesp
         workers=1 if devices == ["cpu"] and options.workers is None else comparison.workers,
         minutes=comparison.time_budget_minutes,
         tune_kernels=comparison.tune_kernels,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     if outcome.stopped:
         print(f"stopped ({outcome.stopped}): run the same command again to continue", file=sys.stderr)

@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.atomic_io import write_text
+from data.progress import ProgressBar
 from megatron_lite.metrics.logger import FILE_NAME
 from tools.compare.spec import Run, differing_keys
 
@@ -117,7 +118,7 @@ def run_all(
     started = time.monotonic()
     total = sum(run.config.schedule.train_steps for run in runs)
     try:
-        with tqdm(
+        with ProgressBar(
             total=total, unit="step", desc="compare", disable=not progress, dynamic_ncols=True, smoothing=0.05
         ) as bar:
             bar.update(_show(bar, runs, waiting.qsize))
@@ -228,7 +229,7 @@ def steps_done(run: Run) -> int:
     return 0
 
 
-def _show(bar: tqdm, runs: Sequence[Run], waiting: Callable[[], int]) -> int:
+def _show(bar: ProgressBar, runs: Sequence[Run], waiting: Callable[[], int]) -> int:
     complete = sum(run.complete for run in runs)
     bar.set_postfix_str(f"{complete} of {len(runs)} runs complete, {waiting()} waiting", refresh=False)
     return sum(steps_done(run) for run in runs)

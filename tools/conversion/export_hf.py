@@ -258,7 +258,7 @@ def write_shards(
     progress: bool = False,
 ) -> list[int]:
     """Write one or several safetensors files, with one tensor in memory at a time. Return the bytes of each file."""
-    from tqdm import tqdm
+    from data.progress import ProgressBar
 
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
@@ -275,7 +275,7 @@ def write_shards(
         else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     )
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
+    with ProgressBar(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
 
         def read(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             for name in group:

@@ -112,9 +112,9 @@ def import_folder(
         config = _configuration(folder, run, temporary, theirs, foreign.model, tokenizer)
 
         def read() -> Iterator[tuple[str, Tensor]]:
-            from tqdm import tqdm
+            from data.progress import ProgressBar
 
-            for name, shape in tqdm(shapes.items(), desc="weights", disable=not progress):
+            for name, shape in ProgressBar(shapes.items(), desc="weights", disable=not progress):
                 yield name, make(foreign, name, tensors, shape)
 
         specs = sharding_specs(model)

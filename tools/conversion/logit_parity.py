@@ -113,10 +113,10 @@ def trainer_logits(
     weights: Mapping[str, Tensor], config: ModelConfig, tokens: Tensor, dtype: torch.dtype, *, progress: bool = False
 ) -> Tensor:
     """Return float32 logits of the trainer's layers with weights rounded to `dtype`, one layer in memory at a time."""
-    from tqdm import tqdm
+    from data.progress import ProgressBar
 
     hidden = tokens
-    for spec in tqdm(layer_specs(config), desc="comparing logits", unit=" layers", disable=not progress):
+    for spec in ProgressBar(layer_specs(config), desc="comparing logits", unit=" layers", disable=not progress):
         with torch.device("meta"):
             layer = spec.build()
         names = [name for name, _ in layer.named_parameters()]

@@ -14,6 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from data.progress import ProgressBar
 from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
 from tools.cli.progress import ProgressBar

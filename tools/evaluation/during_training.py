@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -53,8 +54,12 @@ def suite_evaluation(
         raise UnknownNameError(f"evaluation.suites: {error}") from error
     except ConnectionError as error:
         if grid.is_main:
-            warnings.warn(f"evaluation.suites are not evaluated in this run: {error}", stacklevel=2)
+            message = f"evaluation.suites are not evaluated in this run: {_with_keys(str(error))}"
+            warnings.warn(message, stacklevel=2)
         return None
+    except (FileNotFoundError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(_with_keys(str(error))) from error
     shared = grid.data_size > 1 and config.parallel.zero_stage < 3
     processes = Processes(grid.data_rank, grid.data_size) if shared else Processes()
 
@@ -73,3 +78,10 @@ def suite_evaluation(
         return {} if results is None else scores(results, prepared.suites)
 
     return run
+
+
+def _with_keys(message: str) -> str:
+    """Return a message of the task loader with configuration keys in place of the options of eval.py."""
+    message = re.sub(r" ?\(--without \S+\)", " (name the other tasks in evaluation.suites)", message)
+    message = message.replace("take missing files from the hub (--hub)", "use the hub (evaluation.data_directory=null)")
+    return message.replace("--data-dir", "evaluation.data_directory")

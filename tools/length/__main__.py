@@ -152,11 +152,9 @@ def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], requested
 @contextmanager
 def _bar(loaded: LoadedModel, total: int) -> Iterator[Callable[[], Any]]:
     """Show a progress bar on a terminal and yield the function that advances it."""
-    from tqdm import tqdm
+    from data.progress import ProgressBar
 
-    with tqdm(
-        total=total, desc=loaded.run.name, unit="piece", leave=False, disable=not sys.stderr.isatty()
-    ) as progress:
+    with ProgressBar(total=total, desc=loaded.run.name, unit="piece", leave=False) as progress:
         yield progress.update
 
 

@@ -129,3 +129,14 @@ def _check_vocab_size(data: DataConfig, vocab_size: int, tokenizer: Tokenizer, p
             f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {entries} "
             f"({path or data.tokenizer.type}); set model.vocab_size to {padded_vocab_size(needed)}"
         )
+
+
+def check_sequence_length(data: PreparedData, sequence_length: int) -> None:
+    """Raise ValueError if a training file has fewer tokens than one sample, sequence_length + 1."""
+    for prefix in data.train:
+        tokens = IndexedTokens(prefix).num_tokens
+        if tokens <= sequence_length:
+            raise ValueError(
+                f"batch.sequence_length = {sequence_length}: the token file {prefix} holds {tokens:,} tokens, fewer than "
+                f"one sample of {sequence_length:,} + 1. Set batch.sequence_length to {tokens - 1} or less, or add text"
+            )

@@ -30,7 +30,7 @@ from models.language_model import LanguageModel
 from tools.evaluation.during_training import suite_evaluation
 from tools.inference.generation import complete
 from tools.loading.engine import build_engine
-from tools.loading.token_data import PreparedData, prepared_data
+from tools.loading.token_data import PreparedData, check_sequence_length, prepared_data
 from tools.loading.tokenizer import check_same_tokenizer, save_tokenizer
 from tools.pretraining.data import training_samples, training_steps, validation_set
 from tools.pretraining.summary import complete_message, is_complete, start_message, summary
@@ -135,6 +135,7 @@ def _complete_run(config: Config[ModelConfig], start: StartPoint, grid: Grid) ->
 def _open_data(config: Config[ModelConfig], start: StartPoint | None, grid: Grid) -> tuple[PreparedData, Tokenizer]:
     """Prepare the token files and load their tokenizer. Check that all ranks and the checkpoint have the same ones."""
     data: PreparedData = on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
+    on_main(grid, lambda: check_sequence_length(data, config.batch.sequence_length))
     require_agreement({"data": file_facts(data.files)}, grid)
     tokenizer = data.load_tokenizer()
     if start is not None and start.is_trained:

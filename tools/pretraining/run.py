@@ -41,6 +41,13 @@ def run(
         return interrupted("the same command resumes from the newest checkpoint, or starts if there is none")
 
 
+def schema() -> type:
+    """Return the class of a run's configuration."""
+    from models.config import ModelConfig
+
+    return Config[ModelConfig]
+
+
 def _run(files: Sequence[str | Path], overrides: Sequence[str], print_config: bool, dry_run: bool) -> int:
     from models.config import ModelConfig
     from tools.loading.vocab_size import vocabulary_override

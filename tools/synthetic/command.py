@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # --help answers at once
     from .workers import Group
 
 NAMES = ("mqar", "mad", "listops")
-# Interval between two progress lines if no bar can be shown.
-LOG_SECONDS = 20.0
 
 EPILOG = """\
 examples:
@@ -98,9 +96,10 @@ def _train(
     options: argparse.Namespace,
 ) -> list[str]:
     import math
-    import time
 
     from tqdm import tqdm
+
+    from data.progress import ProgressBar
 
     from .run_checkpoint import remove_checkpoints
     from .workers import groups_of, train_groups
@@ -114,23 +113,12 @@ def _train(
     total = sum(group.steps for group in groups)
     done = sum(len(results.of(sweep)) for sweep in all_sweeps)
     print(f"{sum(len(g.runs) for g in groups)} runs to do, {total:,} steps at most; {done} are in {results.path}\n")
-    begin = last_report = time.monotonic()
-    with tqdm(
-        total=total, unit="step", unit_scale=True, disable=not options.progress or not sys.stderr.isatty()
-    ) as bar:
-        # A disabled bar does not count the steps.
-        count = 0
+    with ProgressBar(total=total, unit="step", unit_scale=True, disable=not options.progress) as bar:
 
         def show(steps: int, text: str) -> None:
-            nonlocal count, last_report
-            count += steps
             bar.update(steps)
             if text:
                 bar.set_postfix_str(text)
-            if bar.disable and options.progress and time.monotonic() - last_report > LOG_SECONDS:
-                last_report = time.monotonic()
-                elapsed = last_report - begin
-                print(f"{elapsed:,.0f} s: {count:,} of {total:,} steps, {text}", file=sys.stderr, flush=True)
 
         def finished(group: Group, lines: list[Line]) -> None:
             best = max(lines, key=lambda line: line["accuracy"])

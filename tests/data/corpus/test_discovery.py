@@ -259,6 +259,20 @@ def test_a_saved_data_set(tmp_path, monkeypatch):
         read(tmp_path / "saved")
 
 
+def test_hub_that_cannot_be_reached_is_refused_at_once(monkeypatch):
+    constants = pytest.importorskip("huggingface_hub").constants
+
+    def unreachable(*_, **__):
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    (file,) = source_files("hf:some/set:train")
+    with pytest.raises(ValueError, match=r"^hf:some/set:train: the hub \S+ cannot be reached \(Name or .*save_to_disk"):
+        file.identity()
+
+
 def test_a_data_set_by_name_is_streamed(tmp_path, monkeypatch):
     """Name a folder as a data set, so that this needs no network."""
     pytest.importorskip("datasets")

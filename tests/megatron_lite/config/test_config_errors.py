@@ -69,9 +69,17 @@ def test_file_without_permission(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert problems(file=file) == ["a.yml: cannot be read: Permission denied"]
 
 
+def test_key_without_a_value(here: Path) -> None:
+    assert problems(file=Path("optimizer.lr")) == [
+        "optimizer.lr: has no value: write optimizer.lr=VALUE, without spaces"
+    ]
+
+
 def test_folder_and_binary_file(here: Path) -> None:
     (here / "folder").mkdir()
-    assert problems(file=Path("folder")) == ["folder: cannot be read: Is a directory"]
+    assert problems(file=Path("folder")) == ["folder: is a folder; name a file"]
+    write(here / "folder" / "b.yml", "")
+    assert problems(file=Path("folder")) == ["folder: is a folder; name a file, such as folder/b.yml"]
     assert problems(file=write(here / "a.yml", b"run: \xff\xfe")) == ["a.yml: cannot be read: not UTF-8 text"]
 
 

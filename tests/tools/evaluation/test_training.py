@@ -82,7 +82,7 @@ def test_failure_does_not_stop_the_run(arguments, eval_data, tmp_path, monkeypat
     ("suites", "message"),
     [
         ("[superglu]", "evaluation.suites: .*superglu"),
-        ("[arc_easy, boolq]", "arc_easy: the data folder lacks its file"),
+        ("[arc_easy, boolq]", "arc_easy: the data folder lacks its file, .*name the other tasks in evaluation.suites"),
     ],
 )
 def test_wrong_configuration_is_refused_before_the_first_step(
