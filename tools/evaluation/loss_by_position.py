@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from models.language_model import LanguageModel
 from models.precision import to_accumulation_dtype
-from tools.evaluation.perplexity import TokenText, text_batches
+from tools.evaluation.perplexity import TokenText, cached, text_batches
 from tools.evaluation.request import TextRequest
+from tools.evaluation.request_cache import RequestCache
 from tools.loading.model import LoadedModel
 
 # Elements of logits computed at a time.
@@ -78,25 +80,38 @@ class LossByPosition:
 
 @torch.inference_mode()
 def loss_by_position(
-    loaded: LoadedModel, text: TokenText, *, length: int, batch_size: int = 8, progress: bool = True
+    loaded: LoadedModel,
+    text: TokenText,
+    *,
+    length: int,
+    batch_size: int = 8,
+    progress: bool = True,
+    cache: RequestCache | None = None,
 ) -> LossByPosition:
     """Return the loss by position in pieces of `length` tokens. Each piece starts with an empty state, as in training.
 
-    Positions count from 1, the first token of a piece, which follows one token only.
+    Positions count from 1, the first token of a piece, which follows one token only. cache: as in `perplexity`.
     """
     total, count = np.zeros(length), np.zeros(length, np.int64)
     trained = int(loaded.config["batch"]["sequence_length"])
     changes: list[float] = []
     for batch in text_batches(loaded, text, length, batch_size, progress=progress):
         tokens, labels, weight = batch["tokens"], batch["labels"], batch["loss_weight"]
-        nll = token_nll(loaded.model, tokens, labels)
         real = (weight > 0).double()
-        total += (nll * real).sum(0).cpu().numpy()
+
+        def measure(tokens: Tensor = tokens, labels: Tensor = labels, real: Tensor = real) -> list[list[float]]:
+            nll = token_nll(loaded.model, tokens, labels)
+            change = torch.zeros(0)
+            if length > trained:
+                beyond = real[:, trained:].sum(1)
+                change = (nll * real)[:, trained:].sum(1) / beyond - nll[:, trained // 2 : trained].mean(1)
+                change = change[beyond > 0]
+            return [(nll * real).sum(0).tolist(), change.tolist()]
+
+        sums, change = cached(cache, "nll by position", batch, measure)
+        total += sums
         count += real.sum(0).long().cpu().numpy()
-        if length > trained:
-            beyond = real[:, trained:].sum(1)
-            change = (nll * real)[:, trained:].sum(1) / beyond - nll[:, trained // 2 : trained].mean(1)
-            changes += change[beyond > 0].tolist()
+        changes += change
     with np.errstate(invalid="ignore"):
         mean = total / count
     return LossByPosition(
@@ -143,7 +158,7 @@ def plot_positions(results: list[LossByPosition], out: Path) -> None:
 
 
 def run_positions(
-    loaded: LoadedModel, texts: Sequence[TokenText], request: TextRequest, picture: Path
+    loaded: LoadedModel, texts: Sequence[TokenText], request: TextRequest, picture: Path, cache: RequestCache
 ) -> dict[str, dict[str, Any]]:
     """Measure the loss by position, print one sentence per text and draw a picture.
 
@@ -151,7 +166,9 @@ def run_positions(
     """
     trained = int(loaded.config["batch"]["sequence_length"])
     length = request.sequence_length or 4 * trained
-    results = [loss_by_position(loaded, text, length=length, batch_size=request.batch_size) for text in texts]
+    results = [
+        loss_by_position(loaded, text, length=length, batch_size=request.batch_size, cache=cache) for text in texts
+    ]
     plot_positions(results, picture)
     entries: dict[str, dict[str, Any]] = {}
     for result in results:

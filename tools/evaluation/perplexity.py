@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from data.loader import batches
 from data.manifest import check_tokenizer, read_manifest
 from data.tokenizer import Tokenizer
 from tools.cli.progress import ProgressBar
+from tools.evaluation.request_cache import RequestCache
 from tools.loading.model import LoadedModel
 from tools.loading.token_data import data_config, prepare_token_files
 
@@ -106,6 +107,7 @@ def perplexity(
     stride: int | None = None,
     batch_size: int = 8,
     progress: bool = True,
+    cache: RequestCache | None = None,
 ) -> dict[str, float]:
     """Measure a model on a text.
 
@@ -115,6 +117,7 @@ def perplexity(
             pieces share no tokens.
         sequence_length: tokens per piece; None for the trained length.
         batch_size: pieces per batch; changes only the speed.
+        cache: keeps the result of every batch, so that an interrupted measurement resumes.
 
     Returns:
         loss (nats per token), perplexity, bits_per_byte; tokens, bytes and documents of the text; sequence_length;
@@ -126,7 +129,7 @@ def perplexity(
     nll = weight = 0.0
     batches = text_batches(loaded, text, length, batch_size, reset_at_documents=reset, stride=stride, progress=progress)
     for batch in batches:
-        nll += loaded.model(**batch).item()
+        nll += cached(cache, "nll", batch, lambda batch=batch: loaded.model(**batch).item())
         weight += batch["loss_weight"].sum().item()
     loss = nll / weight
     return {
@@ -165,6 +168,18 @@ class StridedDataset:
         weight = torch.zeros(self._length)
         weight[self._length - self._stride if number else 0 : len(piece) - 1] = 1.0
         return {"tokens": torch.from_numpy(padded[:-1]), "labels": torch.from_numpy(padded[1:]), "loss_weight": weight}
+
+
+def cached(cache: RequestCache | None, kind: str, batch: Mapping[str, torch.Tensor], compute: Callable[[], Any]) -> Any:
+    """Return the JSON value that `compute` gives for a batch, from the cache if it has the value."""
+    if cache is None:
+        return compute()
+    key = cache.key(kind, *(batch[name].cpu().numpy() for name in sorted(batch)))
+    value = cache.get(key)
+    if value is None:
+        value = compute()
+        cache.add([(key, value)])
+    return value
 
 
 def text_batches(

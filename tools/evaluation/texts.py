@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -12,10 +13,12 @@ from data.atomic_io import write_json
 from data.corpus.discovery import source_files
 from data.indexed import IndexedTokens
 from megatron_lite.checkpoint.storage import versions
+from tools.evaluation.data_parallel import Processes
 from tools.evaluation.loss_by_position import run_positions
-from tools.evaluation.open_model import results_file
+from tools.evaluation.open_model import checkpoint_hash, results_file
 from tools.evaluation.perplexity import TokenText, perplexity, raw_text, token_file_text, validation_text
 from tools.evaluation.request import EvaluationRequest, TextRequest
+from tools.evaluation.request_cache import RequestCache
 from tools.evaluation.results_file import earlier_results, number_format
 from tools.loading.model import LoadedModel, LocatedCheckpoint, load_located
 from tools.reporting.tables import plain_table
@@ -43,7 +46,8 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
     dtype = number_format(loaded.model)
     print(f"{loaded.checkpoint}: {loaded.num_parameters / 1e6:,.2f} M parameters, {dtype} on {loaded.device}\n")
     out = results_file(request, located, "texts")
-    results = evaluate_texts(loaded, texts, out)
+    cache = _open_cache(loaded, out)
+    results = evaluate_texts(loaded, texts, out, cache)
     # Other texts of the file may have been measured in another number format.
     saved = {name: {**metrics, "dtype": dtype} for name, metrics in results.items()}
     if texts.by_position:
@@ -56,20 +60,39 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
         overlap = f", which begin every {piece['stride']:,} tokens" if "stride" in piece else ""
         print(f"\nPieces of {piece['sequence_length']:,} tokens{overlap}.")
         write_results(out, loaded, perplexity=saved)
+    cache.remove()
     print(f"\n{out}")
 
 
-def evaluate_texts(loaded: TextModel, request: TextRequest, out: Path) -> dict[str, Any]:
+def _open_cache(loaded: TextModel, out: Path) -> RequestCache:
+    """Return the results of batches that an interrupted measurement of this model kept beside the results file.
+
+    A model of the hub has no weights that could be compared, so it has no cache.
+    """
+    if isinstance(loaded, LoadedModel):
+        digest: str | None = checkpoint_hash(loaded.checkpoint)
+    else:
+        from tools.evaluation.huggingface import folder_hash
+
+        digest = folder_hash(str(loaded.checkpoint))
+    model = f"{digest}/{number_format(loaded.model)}/{loaded.config['batch']['sequence_length']}"
+    cache = RequestCache(None if digest is None else out.parent / "perplexity_batches", model, Processes())
+    if len(cache):
+        print(f"resuming with {len(cache):,} batches of an interrupted evaluation", file=sys.stderr)
+    return cache
+
+
+def evaluate_texts(loaded: TextModel, request: TextRequest, out: Path, cache: RequestCache) -> dict[str, Any]:
     """Return metrics by text: of the requested texts, or of the run's validation set.
 
-    out: the results file; a chart is written beside it. Raises FileNotFoundError, ValueError.
+    out: the results file; a chart is written beside it. cache: as in `perplexity`. Raises FileNotFoundError, ValueError.
     """
     with tempfile.TemporaryDirectory() as folder:
         texts = [_text(loaded, name, Path(folder), request.text_key) for name in request.data]
         if isinstance(loaded, LoadedModel):
             texts = texts or [validation_text(loaded)]
         if request.by_position and isinstance(loaded, LoadedModel):
-            return run_positions(loaded, texts, request, out.with_name("perplexity_by_position.png"))
+            return run_positions(loaded, texts, request, out.with_name("perplexity_by_position.png"), cache)
         return {
             text.name: perplexity(
                 loaded,
@@ -77,6 +100,7 @@ def evaluate_texts(loaded: TextModel, request: TextRequest, out: Path) -> dict[s
                 sequence_length=request.sequence_length,
                 stride=request.stride,
                 batch_size=request.batch_size,
+                cache=cache,
             )
             for text in texts
         }

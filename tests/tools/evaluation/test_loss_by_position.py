@@ -110,7 +110,7 @@ def test_verdict_needs_two_standard_errors(tmp_path, monkeypatch, capsys, change
     found = positions.LossByPosition("t", np.ones(8), np.full(8, 2), 1.0, 4, np.array(changes))
     monkeypatch.setattr(positions, "loss_by_position", lambda *_, **__: found)
     loaded = Namespace(config={"batch": {"sequence_length": 4}}, run=tmp_path)
-    positions.run_positions(loaded, [None], TextRequest(sequence_length=8), tmp_path / "positions.png")
+    positions.run_positions(loaded, [None], TextRequest(sequence_length=8), tmp_path / "positions.png", None)
     assert f": it {verdict} (" in capsys.readouterr().out
 
 

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ import eval as evaluation
 from data.indexed import IndexedTokens, IndexedWriter
 from data.tokenizer import load_tokenizer
 from megatron_lite.metrics.logger import read_metrics
+from models.language_model import LanguageModel
 from tests.tools.conftest import write_corpus
+from tools.evaluation import loss_by_position as positions
 from tools.evaluation.perplexity import perplexity, raw_text, token_file_text, validation_text
 from tools.loading.model import LoadedModel, load_model
 
@@ -207,6 +210,54 @@ def test_command_writes_and_extends_results(
     assert set(other["results"]["perplexity"]) == {str(note)}, "scores of another checkpoint are dropped"
     assert other["results"]["perplexity"][str(note)]["loss"] > both[str(note)]["loss"]
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "owner", "name"),
+    [([], LanguageModel, "forward"), (["--by-position", "--sequence-length", "64"], positions, "token_nll")],
+)
+def test_interrupted_measurement_resumes(
+    trained_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options,
+    owner,
+    name,
+) -> None:
+    def measure(folder: str, stop_after: int | None = None) -> tuple[int, int]:
+        """Return the exit status and the number of batches that the model has read."""
+        calls = 0
+        forward = getattr(owner, name)
+
+        def counted(*arguments, **settings):
+            nonlocal calls
+            if calls == stop_after:
+                raise KeyboardInterrupt
+            calls += 1
+            return forward(*arguments, **settings)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, counted)
+            out = ["--out", str(tmp_path / folder / "results.json"), "--device", "cpu"]
+            return evaluation.main([str(trained_run), *out, *options]), calls
+
+    status, batches = measure("whole")
+    assert status == 0
+    assert batches >= 2
+    assert measure("cut", stop_after=1) == (130, 1)
+    assert "interrupted: the same command resumes" in capsys.readouterr().err
+    assert measure("cut") == (0, batches - 1)
+    assert "resuming with 1 batches of an interrupted evaluation" in capsys.readouterr().err
+    whole, cut = (json.loads((tmp_path / folder / "results.json").read_text()) for folder in ("whole", "cut"))
+    assert without_times(cut) == without_times(whole)
+    assert not (tmp_path / "cut" / "perplexity_batches").exists()
+
+
+def without_times(content: Any) -> Any:
+    if not isinstance(content, dict):
+        return content
+    return {key: without_times(value) for key, value in content.items() if key not in ("seconds", "date")}
 
 
 def test_results_file_is_in_the_run_folder(trained_run: Path, tmp_path: Path) -> None:
