@@ -302,7 +302,8 @@ class WandbConfig(Section):
     project: Text = Field(default="metalion", description="Name of the project.")
     entity: Text | None = Field(default=None, description="User or team; null: the default of the account.")
     mode: Literal["online", "offline"] = Field(
-        default="online", description="offline: write to the folder of the run; needs no account."
+        default="online",
+        description="offline: write to the folder of the run; needs no account. WANDB_MODE overrides it.",
     )
 
 

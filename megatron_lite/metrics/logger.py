@@ -46,8 +46,12 @@ class MetricsLogger:
         progress_bar: show a bar on a terminal, else one plain line every 4 % or 10 minutes; False shows nothing.
         tensorboard: also write event files to `directory/tensorboard`.
         wandb: also log to Weights & Biases when its key `enabled` is true; further keys are `project`, `entity` and
-            `mode` ("online" or "offline"; offline needs no account and writes to `directory/wandb`).
+            `mode` ("online" or "offline"; offline needs no account and writes to `directory/wandb`). The environment
+            variable WANDB_MODE overrides `mode`.
         config: the resolved configuration, stored with TensorBoard and Weights & Biases.
+
+    Raises:
+        ValueError: Weights & Biases cannot be opened, for example without an API key.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class MetricsLogger:
     ) -> None:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        self._wandb = _open_wandb(directory, initial_step, wandb, config) if wandb and wandb.get("enabled") else None
         self.path = directory / FILE_NAME
         previous = directory / PREVIOUS_FILE_NAME
         if initial_step > 0:
@@ -77,7 +82,6 @@ class MetricsLogger:
         self._file = self.path.open("ab", buffering=0)
         self._progress = _Progress(total_steps, initial_step) if progress_bar else None
         self._tensorboard = _open_tensorboard(directory, initial_step, config) if tensorboard else None
-        self._wandb = _open_wandb(directory, initial_step, wandb, config) if wandb and wandb.get("enabled") else None
 
     def log(self, step: int, values: Mapping[str, Value], *, kind: str = "train") -> None:
         """Append one line to `metrics.jsonl`, unbuffered, and pass the values to the other outputs.
@@ -345,17 +349,23 @@ def _open_wandb(
     identity = directory / "wandb_run_id.txt"
     if initial_step == 0 or not identity.is_file():
         identity.write_text(uuid.uuid4().hex[:12] + "\n")
-    mode: Any = settings.get("mode") or "online"
-    run = wandb.init(
-        project=settings.get("project"),
-        entity=settings.get("entity"),
-        mode=mode,
-        dir=str(directory),
-        name=directory.name,
-        id=identity.read_text().strip(),
-        resume="allow" if mode == "online" else None,
-        config=dict(config) if config is not None else None,
-    )
+    mode: Any = os.environ.get("WANDB_MODE") or settings.get("mode") or "online"
+    try:
+        run = wandb.init(
+            project=settings.get("project"),
+            entity=settings.get("entity"),
+            mode=mode,
+            dir=str(directory),
+            name=directory.name,
+            id=identity.read_text().strip(),
+            resume="allow" if mode == "online" else None,
+            config=dict(config) if config is not None else None,
+        )
+    except wandb.Error as error:
+        raise ValueError(
+            f"logging.wandb: {str(error).splitlines()[0].rstrip('.')}. Run wandb login or set WANDB_API_KEY, write to the folder of the run "
+            "with logging.wandb.mode=offline, or set logging.wandb.enabled=false"
+        ) from error
     # The step of Weights & Biases cannot decrease, but a resumed run repeats steps. So the step is a metric and the x axis.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

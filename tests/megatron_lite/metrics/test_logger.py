@@ -265,8 +265,26 @@ def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.Monk
     assert any(file.stat().st_size > 0 for folder in folders for file in folder.glob("*.wandb"))
 
 
+def test_wandb_without_a_key_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def init(**settings: object) -> None:
+        assert settings["mode"] == "online"
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "init", init)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(
+        ValueError, match=r"^logging\.wandb: No API key .* in\. Run wandb .* logging\.wandb\.mode=offline, or .*=false$"
+    ):
+        MetricsLogger(tmp_path, total_steps=1, wandb={"enabled": True, "mode": "online"}, progress_bar=False)
+    assert read_metrics(tmp_path), "the metrics of an earlier run stay"
+
+
 def test_calls_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
+    monkeypatch.delenv("WANDB_MODE", raising=False)
 
     class Run:
         def __getattr__(self, name: str) -> Callable[..., Run]:
@@ -284,6 +302,9 @@ def test_calls_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert [name for name, *_ in calls[:6]] == ["init", "define_metric", "define_metric", "log", "log", "finish"]
     assert calls[2][1:] == (("*",), {"step_metric": "step"})
     assert calls[4][1] == ({"step": 2, "train/loss": 0.5, "train/tokens": 200},)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    log_steps(tmp_path / "name", 1, 2, wandb={**settings, "mode": "online"})
+    assert [more for name, _, more in calls if name == "init"][-1]["mode"] == "disabled", "the environment overrides"
 
 
 def test_trackers_are_not_imported_when_off(tmp_path: Path) -> None:
