@@ -110,10 +110,10 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
     return result
 
 
-def check_data(data: DataConfig, vocab_size: int) -> None:
-    """Raise as `prepared_data` for missing or unsuitable files, without the preparation of a corpus."""
+def check_data(data: DataConfig, vocab_size: int, sequence_length: int) -> None:
+    """Raise as `prepared_data` and `check_sequence_length`, without the preparation of a corpus."""
     if data.corpus is None:
-        prepared_data(data, vocab_size)
+        check_sequence_length(prepared_data(data, vocab_size), sequence_length)
         return
     source_files(data.corpus)
     if data.tokenizer.path is not None or data.tokenizer.type == "bytes":

@@ -84,7 +84,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
         f"sample       {length} tokens forward and backward, {sample_dtype} on {device.type}, one layer of each kind:"
     )
     _time_layers(model, length, device, DTYPES[sample_dtype])
-    check_data(config.data, model.vocab_size)
+    check_data(config.data, model.vocab_size, config.batch.sequence_length)
     check_start(config.checkpoint)
     _print("start        data and checkpoint are readable")
     return 0
