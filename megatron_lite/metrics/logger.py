@@ -363,8 +363,8 @@ def _open_wandb(
         )
     except wandb.Error as error:
         raise ValueError(
-            f"logging.wandb: {str(error).splitlines()[0].rstrip('.')}. Run wandb login or set WANDB_API_KEY, write to the folder of the run "
-            "with logging.wandb.mode=offline, or set logging.wandb.enabled=false"
+            f"logging.wandb: {str(error).splitlines()[0].rstrip('.')}. Run wandb login or set WANDB_API_KEY, write to the folder "
+            "of the run with logging.wandb.mode=offline, or set logging.wandb.enabled=false"
         ) from error
     # The step of Weights & Biases cannot decrease, but a resumed run repeats steps. So the step is a metric and the x axis.
     run.define_metric("step")

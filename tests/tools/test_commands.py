@@ -9,10 +9,11 @@ import tomllib
 from functools import cache
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.cli.conftest import ROOT, environment
 from tools.__main__ import JOBS, main
-from tools.cli.arguments import command
+from tools.cli.arguments import command, refused
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "configs").rglob("*.yml"))
@@ -120,6 +121,18 @@ def test_output_that_nobody_reads_on_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+def test_one_rank_per_machine_prints_a_refusal(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert refused(ValueError("no such key")) == 2
+    assert capsys.readouterr().err == "error: no such key\n"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert refused(ValueError("no such key")) == 2
+    assert capsys.readouterr().err == ""
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert "error: no such key" in ChildFailedError("train.py", {1: failure}).format_msg()
 
 
 def test_an_interrupt_is_one_word_and_status_130(capsys) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import errno
 import functools
+import json
 import math
 import os
 import select
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -63,10 +65,20 @@ def interrupted(next_step: str = "") -> int:
 
 
 def refused(error: Exception) -> int:
-    """Print on stderr why the input is invalid. Returns the exit status."""
+    """Print on stderr why the input is invalid. Returns the exit status.
+
+    Under torchrun one process per machine prints. The others write the message to their error file, which torchrun shows in
+    its report.
+    """
     full = any(isinstance(problem, OSError) and problem.errno in FULL for problem in (error, error.__cause__))
     hint = ". Finished work is saved: free disk space and run the same command again" if full else ""
-    print(f"error: {_message(error)}{hint}", file=sys.stderr)
+    message = f"error: {_message(error)}{hint}"
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file and os.environ.get("LOCAL_RANK", "0") != "0":
+        report = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        Path(error_file).write_text(json.dumps({"message": report}))
+    else:
+        print(message, file=sys.stderr)
     return FAILED if full else REFUSED
 
 
