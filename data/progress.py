@@ -9,7 +9,6 @@ from typing import Any
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 10.0
-_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {elapsed}, {remaining} left{postfix}"
 
 
 class ProgressBar(tqdm):
@@ -21,20 +20,25 @@ class ProgressBar(tqdm):
         self._last_line = time.monotonic()
         self._prints_lines = not (settings.get("file") or sys.stderr).isatty()
         if self._prints_lines:
-            interval = SECONDS_BETWEEN_LINES
-            settings |= {"mininterval": interval, "delay": interval, "miniters": 1, "bar_format": _LINE}
+            unit = str(settings.get("unit", "step"))
+            units = unit if unit == "B" else unit + ("es" if unit.endswith("ch") else "s")
+            settings |= {
+                "mininterval": SECONDS_BETWEEN_LINES,
+                "delay": SECONDS_BETWEEN_LINES,
+                "miniters": 1,
+                "bar_format": "{desc}: {n_fmt} of {total_fmt} " + units + " in {elapsed}, {remaining} left{postfix}",
+            }
         super().__init__(*arguments, **settings)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Draw the bar, or print a line if the last one is old enough."""
+        """Draw the bar, or print a line if the last one is old enough. Returns whether tqdm must return the cursor."""
         if not self._prints_lines:
-            return super().display(msg, pos)
+            return bool(super().display(msg, pos))
         now = time.monotonic()
-        if now - self._last_line < SECONDS_BETWEEN_LINES:
-            return False
-        self._last_line = now
-        print(msg or str(self), file=self.fp, flush=True)
-        return True
+        if now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            print(str(self) if msg is None else msg, file=self.fp, flush=True)
+        return False
 
     def clear(self, *arguments: Any, **settings: Any) -> None:
         """Remove the bar from a terminal."""

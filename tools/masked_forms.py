@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import write_json
+from data.progress import ProgressBar
 from tools.cli.arguments import check_picture, command, command_line, positive
-from tools.cli.progress import ProgressBar
 
 FORMS = ("parallel", "chunked", "recurrent")
 SOFTMAX = "softmax attention"

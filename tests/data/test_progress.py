@@ -15,13 +15,13 @@ class Terminal(io.StringIO):
 def test_redirected_progress_is_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     out = io.StringIO()
-    with ProgressBar(total=4, desc="reading", unit=" files", file=out, leave=False) as bar:
+    with ProgressBar(total=4, desc="reading", unit="file", file=out, leave=False) as bar:
         bar.update(2)
         tqdm.write("a message", file=out)
         bar.update(2)
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("reading: 0 of 4 files (0%), 00:00, ")
-    assert "reading: 2 of 4 files (50%), 00:00, 00:00 left" in lines
+    assert lines[0].startswith("reading: 0 of 4 files in 00:00, ")
+    assert "reading: 2 of 4 files in 00:00, 00:00 left" in lines
     assert "\r" not in out.getvalue()
     assert "\x1b" not in out.getvalue()
 

@@ -17,7 +17,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from data.progress import ProgressBar
 from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
-from tools.cli.progress import ProgressBar
 from tools.evaluation.chat import chat_template_of, render_chat
 from tools.evaluation.data_parallel import Processes
 from tools.evaluation.prefix_tree import Ids

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from data.atomic_io import atomic_folder
-from tools.cli.progress import ProgressBar
+from data.progress import ProgressBar
 from tools.cli.yaml_file import read_as
 from tools.evaluation.glue_tasks import TASKS, read_split, score
 

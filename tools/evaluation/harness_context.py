@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from tqdm import tqdm
 
-from tools.cli.progress import ProgressBar
+from data.progress import ProgressBar
 
 # The harness's modules with progress bars.
 _WITH_BARS = ("lm_eval.api.model", "lm_eval.api.task", "lm_eval.models.huggingface")

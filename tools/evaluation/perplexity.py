@@ -24,8 +24,8 @@ from data.datasets.causal import SequentialDataset
 from data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data.loader import batches
 from data.manifest import check_tokenizer, read_manifest
+from data.progress import ProgressBar
 from data.tokenizer import Tokenizer
-from tools.cli.progress import ProgressBar
 from tools.evaluation.request_cache import RequestCache
 from tools.loading.model import LoadedModel
 from tools.loading.token_data import data_config, prepare_token_files
