@@ -111,7 +111,7 @@ def test_a_tokenizer_is_trained_and_measured(tmp_path, capsys):
 
 
 def test_a_tokenizer_of_one_document(tmp_path, capsys, monkeypatch):
-    """The hash of the only document may select it as held out."""
+    """Hold out the only document if its hash selects it."""
     monkeypatch.setattr(train_tokenizer, "split_position", lambda document: 0.005)
     (tmp_path / "a.txt").write_text("some words of a text that go on\n" * 300)
     words = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "t.model"), "--vocab-size", "280"]
