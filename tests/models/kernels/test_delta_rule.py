@@ -93,7 +93,7 @@ def test_packed_sequences(per_channel: bool, states: bool) -> None:
 @pytest.mark.parametrize("dim", [16, 24])
 @pytest.mark.parametrize("step", ["unit length", "silu norm", "sigmoid norm", "decay"])
 def test_steps_around_the_operator(step: str, dim: int) -> None:
-    """The elementwise kernels against PyTorch in float64, with all gradients."""
+    """Compare the elementwise kernels with PyTorch in float64, with all gradients."""
     from models.kernels.delta_rule import layer
 
     generator = torch.Generator().manual_seed(0)
