@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-
-from lm_eval._cli.utils import MergeDictAction, _int_or_none_list_arg_type
+from typing import Any
 
 from tools.cli.arguments import command_line, from_zero, numbers, positive, words
 from tools.evaluation.request import SEEDS
+
+
+class _MergeKeyValues(argparse.Action):
+    """Parse key=value arguments as the harness does. Its module is imported only for a value, so that --help is fast."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        from lm_eval._cli.utils import MergeDictAction
+
+        MergeDictAction.__call__(self, parser, namespace, values, option_string)  # type: ignore[arg-type]
 
 
 def evaluation_parser() -> argparse.ArgumentParser:
@@ -79,7 +87,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
     suites.add_argument(
         *_both("--gen-kwargs"),
         nargs="+",
-        action=MergeDictAction,
+        action=_MergeKeyValues,
         metavar="KEY=VALUE",
         help="generation arguments, which replace those of the tasks (temperature=0.8 do_sample=True)",
     )
@@ -164,6 +172,8 @@ def _limit(text: str) -> float:
 
 
 def _seeds(text: str) -> tuple[int | None, ...]:
+    from lm_eval._cli.utils import _int_or_none_list_arg_type
+
     try:
         return tuple(_int_or_none_list_arg_type(3, 4, ",".join(map(str, SEEDS)), text))
     except ValueError as error:

@@ -16,7 +16,8 @@ from tools.conversion.model_card import _evaluation
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.chat import check_chat_template
 from tools.evaluation.harness import evaluate, prepare_tasks
-from tools.evaluation.request import TaskRequest
+from tools.evaluation.options import evaluation_parser
+from tools.evaluation.request import EvaluationRequest, TaskRequest
 from tools.evaluation.results_file import read_results
 from tools.evaluation.task_factory import LocalDataFactory
 from tools.evaluation.tasks import task_manager
@@ -204,6 +205,13 @@ def test_generation_arguments_reach_the_model(loaded: LoadedModel, own_tasks: Pa
         assert results is not None
         lengths.append(len(loaded.tokenizer.encode(results["samples"]["own_writing"][0]["resps"][0][0])))
     assert lengths[0] < lengths[1] <= 9
+
+
+def test_generation_arguments_are_parsed_as_in_the_harness() -> None:
+    words = ["model", "--gen_kwargs", "temperature=0.8", "do_sample=True", "until=['a']"]
+    request = EvaluationRequest.from_options(evaluation_parser().parse_args([*words, "--tasks", "gsm8k"]))
+    assert request.tasks is not None
+    assert request.tasks.gen_kwargs == {"temperature": 0.8, "do_sample": True, "until": ["a"]}
 
 
 def test_groups_and_tags_list_their_tasks() -> None:
