@@ -136,7 +136,7 @@ def test_points_of_several_batches_have_no_line(tmp_path: Path, monkeypatch: pyt
     rows = [{"method": "bert", "length": length, "batch": batch, "ms": batch} for length, batch in shapes]
     plot_lines(tmp_path / "batches.png", rows, {"ms": "ms"}, "", batches=True)
     (axis,) = plt.gcf().axes
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["128x8", "128x128", "2048x8"]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["128\nx 8", "128\nx 128", "2048\nx 8"]
     (line,) = axis.lines
     assert line.get_linestyle() == "None"
     assert {(int(x), int(y)) for x, y in zip(*line.get_data(), strict=True)} == {(1, 128), (2, 8), (0, 8)}
