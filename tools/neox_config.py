@@ -14,7 +14,8 @@ from data.atomic_io import write_text
 from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import ConfigError, load_config
 from tools.cli.arguments import command_line, positive
-from tools.conversion.neox_config import Translation, translate
+from tools.conversion.neox_config import translate
+from tools.conversion.neox_translation import Translation
 
 OWN_SECTIONS = ("run", "model", "batch", "schedule", "parallel", "precision")  # GPT-NeoX has no such sections
 
