@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
 from models.kernels.launch import direct_launch
 
 GRID = (7, 3, 1)

@@ -205,6 +205,6 @@ def test_several_models_and_what_cannot_be_measured(
     assert "give only one kind of model per command" in said(trained_run, masked_run)
     assert "--lengths 24: it must divide the longest length, 64" in said(trained_run, "--lengths", 24, 64)
     assert "too few for pieces of 65,536" in said(trained_run, "--lengths", 65536)
-    assert "no checkpoint" in said(tmp_path).lower()
+    assert "is not a checkpoint: a run folder" in said(tmp_path)
     other = load_model(masked_run, device="cpu").config["data"]["validation"]
     assert "was written with another tokenizer: wordpiece" in said(trained_run, "--data", other)

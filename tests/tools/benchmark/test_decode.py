@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.benchmark import decode
+from tools.benchmark import decode, timing
 from tools.benchmark.__main__ import main
 from tools.benchmark.decode import Row, ratios
 
@@ -52,7 +52,7 @@ def test_a_step_is_the_median_of_fifths(monkeypatch: pytest.MonkeyPatch) -> None
         steps.append(1)
         now[0] += 0.009 if len(steps) > 5 + 4 * 3 else 0.002  # the last fifth is disturbed
 
-    monkeypatch.setattr(decode.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     milliseconds, memory = decode._time(once, 15, torch.device("cpu"))
     assert (milliseconds, memory, len(steps)) == (pytest.approx(2), None, 5 + 15)
 
