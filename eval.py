@@ -32,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         evaluate_model(request)
     except KeyboardInterrupt:
-        cached = request.tasks is not None or request.needle is not None  # a perplexity starts again
-        return interrupted("the same command resumes with the cached answers" if cached else "")
+        return interrupted("the same command resumes with the cached answers")
     return 0
 
 

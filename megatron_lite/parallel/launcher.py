@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `end_with_launcher` is called before the slow imports
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-class RankRefused(RuntimeError):  # noqa: N818 - what happened, said as it is
+class RankRefused(RuntimeError):  # noqa: N818
     """This process belongs to a run that has ended, or its rank is taken; the message names the holder."""
 
 

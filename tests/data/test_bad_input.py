@@ -1,4 +1,4 @@
-"""What is wrong with an input is said with its file and position, through the command line."""
+"""Errors of the command line name the file and the position of a bad input."""
 
 import gzip
 import json

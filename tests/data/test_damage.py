@@ -96,14 +96,14 @@ def test_flipped_bit_is_detected_at_the_start(prefix: Path, ending: str) -> None
 def test_large_files_are_compared_by_verify(prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(checksum, "ALWAYS_CHECKED", 100)
     assert inspect_data.main([str(prefix), "--verify"]) == 0
-    assert "in.jsonl: 11,199 bytes, intact" in (said := capsys.readouterr().out)
-    assert said.count("OK ") == 4
+    assert "in.jsonl: 11,199 bytes, intact" in (printed := capsys.readouterr().out)
+    assert printed.count("OK ") == 4
     flip(Path(f"{prefix}.bin"), 5)
     IndexedTokens(prefix)
     assert inspect_data.main([str(prefix), "--verify"]) == 1
-    assert "DAMAGED " in (said := capsys.readouterr().out)
-    assert "out_text_document.bin is damaged between bytes 0 and " in said
-    assert "python -m tools.preprocess_data ... --overwrite" in said
+    assert "DAMAGED " in (printed := capsys.readouterr().out)
+    assert "out_text_document.bin is damaged between bytes 0 and " in printed
+    assert "python -m tools.preprocess_data ... --overwrite" in printed
 
 
 def test_files_without_checksums_open(prefix: Path, capsys) -> None:
@@ -273,8 +273,8 @@ def test_killed_worker_gives_an_error_message(tmp_path, inline, monkeypatch, cap
     monkeypatch.setattr(pipeline, "_pool", lambda recipe, workers: Dead(recipe))
     words = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer-type", "bytes", "--no-progress"]
     assert preprocess_data.main([*words, "--output-prefix", str(tmp_path / "out")]) == 2
-    assert "a worker process was killed near " in (said := capsys.readouterr().err)
-    assert "in.jsonl, block from 1 on: too little memory (use fewer --workers)" in said
+    assert "a worker process was killed near " in (printed := capsys.readouterr().err)
+    assert "in.jsonl, block from 1 on: too little memory (use fewer --workers)" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

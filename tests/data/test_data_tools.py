@@ -116,8 +116,8 @@ def test_a_tokenizer_of_one_document(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.txt").write_text("some words of a text that go on\n" * 300)
     words = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "t.model"), "--vocab-size", "280"]
     assert train_tokenizer.main(words) == 0
-    assert "280 pieces" in (said := capsys.readouterr().out)
-    assert "on the training text" in said
+    assert "280 pieces" in (printed := capsys.readouterr().out)
+    assert "on the training text" in printed
 
 
 def test_a_kill_before_the_record_costs_no_more_than_the_training(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The .bin/.idx format: golden bytes, round trips, and what is said about files that are not whole."""
+"""The .bin/.idx format: golden bytes, round trips, and errors for truncated files."""
 
 import errno
 import os

@@ -18,7 +18,7 @@ from .test_imports import ROOT
 # The private words of earlier versions, which the field's own terms replace.
 PRIVATE = re.compile(
     r"\b(forget(?:ting|table)?(?! gate)|forgotten|fan_?outs?|halves|stretch(?:es)?|lying|anew|whoever|veto(?:ed)?|asked|told|"
-    r"partition words?|own_(?:layers|stretch)|two_sided\w*|poison\w*|spare_gradients|"
+    r"said|partition words?|own_(?:layers|stretch)|two_sided\w*|poison\w*|spare_gradients|"
     r"an? (?:decay|state|row|byte|number|launch|line|loss)s? an? (?:channel|head|token|sequence|parameter|run|layer|step))\b",
     re.IGNORECASE,
 )

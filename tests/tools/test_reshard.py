@@ -51,8 +51,8 @@ def test_a_full_disk_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
         assert main([str(run), str(tmp_path)]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = capsys.readouterr().err
-    assert "weights-00000.safetensors" in said
-    assert "File too large" in said
-    assert "free disk space and run the same command again" in said
+    printed = capsys.readouterr().err
+    assert "weights-00000.safetensors" in printed
+    assert "File too large" in printed
+    assert "free disk space and run the same command again" in printed
     assert not list(tmp_path.iterdir())

@@ -254,10 +254,10 @@ def test_a_sentence_and_status_2(program, line, answer, places, tmp_path, capsys
         status = importlib.import_module(program.removesuffix(".py")).main(words)
     except SystemExit as end:
         status = end.code
-    said = capsys.readouterr()
-    assert status == 2, said
-    assert len(re.findall(r"(?m)^(?:error|python .*: error): ", said.err)) == 1
-    assert re.search(answer, said.err, re.DOTALL), said.err
+    printed = capsys.readouterr()
+    assert status == 2, printed
+    assert len(re.findall(r"(?m)^(?:error|python .*: error): ", printed.err)) == 1
+    assert re.search(answer, printed.err, re.DOTALL), printed.err
     assert not Path(places["NONE"]).exists()
 
 

@@ -1,4 +1,4 @@
-"""Which files a corpus names, what is read from them, and what is said about broken ones (file and position)."""
+"""The files that a corpus names, the text read from them, and errors that name file and position."""
 
 import datetime
 import gzip

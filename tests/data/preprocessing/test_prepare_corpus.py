@@ -1,4 +1,4 @@
-"""From a corpus to token files: the split, the cache, and what is said when there is nothing to train on."""
+"""From a corpus to token files: the split, the cache, and the error for an empty training set."""
 
 import json
 from pathlib import Path

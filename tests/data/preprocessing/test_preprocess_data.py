@@ -102,20 +102,21 @@ def test_existing_outputs_need_overwrite(corpus, tmp_path, inline, capsys):
 
     assert run() == 0
     written = outputs(tmp_path / "out")
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     Inline.done.clear()
     assert run() == 0
     again = capsys.readouterr().out
     assert "complete: written before from this input with these settings" in again
-    assert said.splitlines()[:2] == again.splitlines()[:2]
+    assert printed.splitlines()[:2] == again.splitlines()[:2]
     assert not Inline.done
     for more in (["--append-eod"], ["--input", str(corpus / "d.jsonl")]):
         assert run(*more) == 2
-        said = capsys.readouterr().err
+        printed = capsys.readouterr().err
         assert (
-            "out_text_document.bin exists, but was made from other input or with other settings; name another" in said
+            "out_text_document.bin exists, but was made from other input or with other settings; name another"
+            in printed
         )
-        assert "--overwrite" in said
+        assert "--overwrite" in printed
         assert outputs(tmp_path / "out") == written
     assert run("--append-eod", "--overwrite") == 0
     assert outputs(tmp_path / "out") != written

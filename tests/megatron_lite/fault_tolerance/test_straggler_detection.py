@@ -1,4 +1,4 @@
-"""Which rank is said to be slow, and which step of a layer is timed."""
+"""The rank that is reported as slow, and the step of a layer that is timed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_rank_that_is_slow_twice_in_its_stage_is_named():
     usual = {"data": [0.01] * 4, "forward": [0.1, 0.1, 0.3, 0.3], "probe": [0.01] * 4}
     assert judged(meter, **usual) == Spread(0, 1.0, 1.0, [])  # the second stage holds more
     slow = {**usual, "forward": [0.1, 0.1, 0.3, 0.455], "probe": [0.02, 0.01, 0.01, 0.01]}
-    for said in (0, 2):
+    for expected in (0, 2):
         found = judged(meter, **slow)
         assert (found.slowest, found.ratio, found.probe_ratio) == (3, pytest.approx(0.465 / 0.31), pytest.approx(2.0))
-        assert len(found.slow) == said
+        assert len(found.slow) == expected
     assert found.slow == [
         "rank 0 (gpu0) takes for a fixed matmul 20 ms, the median is 10 ms: every process waits for it",
         "rank 3 (gpu3) takes for its forward pass 455 ms, the median is 300 ms: every process waits for it",

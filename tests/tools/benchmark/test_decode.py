@@ -39,10 +39,10 @@ def test_ratios() -> None:
         Row("llama", 128, 64, 2.0, 32000.0, 5.0, 1.0),
         Row("llama", 8192, 64, 4.0, 15500.0, 110.0, 100.0),
     ]
-    said = "\n".join(ratios(rows))
-    assert "eager: context 8192 / 128: 0.969 of the tokens/s, 1.000 of the memory" in said
-    assert "llama: context 8192 / 128: 0.484 of the tokens/s, 22.000 of the memory" in said
-    assert "eager / Hugging Face's Llama with its cache at context 8192: 4.00 x" in said
+    printed = "\n".join(ratios(rows))
+    assert "eager: context 8192 / 128: 0.969 of the tokens/s, 1.000 of the memory" in printed
+    assert "llama: context 8192 / 128: 0.484 of the tokens/s, 22.000 of the memory" in printed
+    assert "eager / Hugging Face's Llama with its cache at context 8192: 4.00 x" in printed
 
 
 def test_a_step_is_the_median_of_fifths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,12 +65,12 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
         request.data = json.dumps({**body, "stream": True}).encode()
         streamed = urllib.request.urlopen(request, timeout=60).read().decode()
         request.data = json.dumps({"messages": [{"role": "user", "content": "def "}]}).encode()
-        said = []
+        printed = []
         for path in ("/v1/chat/completions", "/load_model"):
             request.full_url = f"http://127.0.0.1:{port}{path}"
             with pytest.raises(HTTPError) as refused:
                 urllib.request.urlopen(request, timeout=60)
-            said.append((refused.value.code, json.load(refused.value)["error"]["message"]))
+            printed.append((refused.value.code, json.load(refused.value)["error"]["message"]))
         models = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60))
     finally:
         server.terminate()
@@ -82,8 +82,8 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     assert events[-1] == "data: [DONE]"
     texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-1]]
     assert "".join(texts) == expected
-    assert [code for code, _ in said] == [400, 404]
-    assert said[0][1].startswith("the model has no chat template: use /v1/completions")
+    assert [code for code, _ in printed] == [400, 404]
+    assert printed[0][1].startswith("the model has no chat template: use /v1/completions")
     assert answer["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode("def "))
     assert [model["id"] for model in models["data"]] == [str(exported)]
 
@@ -152,8 +152,8 @@ def test_what_cannot_be_served(
     assert main([str(broken)]) == 2
     monkeypatch.setattr("tools.serve.find_spec", lambda name: None)
     assert main([str(exported)]) == 2
-    said = capsys.readouterr().err
-    assert "config.json is missing" in said
-    assert "model.safetensors is not finite: head.norm.weight; copy it again" in said
-    assert "holds a MetalionForMaskedLM" in said
-    assert "pip install 'transformers[serving]'" in said
+    printed = capsys.readouterr().err
+    assert "config.json is missing" in printed
+    assert "model.safetensors is not finite: head.norm.weight; copy it again" in printed
+    assert "holds a MetalionForMaskedLM" in printed
+    assert "pip install 'transformers[serving]'" in printed

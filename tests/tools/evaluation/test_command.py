@@ -40,11 +40,11 @@ def evaluated(trained_run: Path, eval_data: Path, tmp_path_factory: pytest.TempP
     import contextlib
     import io
 
-    out, said = tmp_path_factory.mktemp("evaluated") / "results.json", io.StringIO()
-    with contextlib.redirect_stdout(said):
+    out, printed = tmp_path_factory.mktemp("evaluated") / "results.json", io.StringIO()
+    with contextlib.redirect_stdout(printed):
         arguments = [str(trained_run), *BOTH, "--data-dir", str(eval_data), "--out", str(out), "--samples"]
         assert command.main(arguments) == 0
-    return out, said.getvalue()
+    return out, printed.getvalue()
 
 
 def test_results_have_the_harness_format(evaluated, trained_run):
@@ -74,15 +74,15 @@ def values(content: dict[str, Any], task: str, metric: str) -> list[float]:
 
 
 def test_tables_contain_the_published_rows(evaluated):
-    out, said = evaluated
-    for text in (said, out.with_suffix(".md").read_text(), out.with_suffix(".tex").read_text()):
+    out, printed = evaluated
+    for text in (printed, out.with_suffix(".md").read_text(), out.with_suffix(".tex").read_text()):
         assert "MetaLA 360M (paper), 15B tokens" in text
         assert "44.05" in text
         assert "42.52" in text
         assert "requests longer than 96 tokens lost their beginning" in text
         assert "Average: the mean of the seven columns" in text
-    assert "acc (harness)" in said
-    assert re.search(r"multirc .* exact_match", said)
+    assert "acc (harness)" in printed
+    assert re.search(r"multirc .* exact_match", printed)
     assert out.with_suffix(".png").stat().st_size > 20_000
     tex = out.with_suffix(".tex").read_text()
     assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
@@ -193,8 +193,8 @@ def test_huggingface_model_is_in_the_same_table(kind, bpe, eval_data, evaluated,
     arguments = [str(folder), "--suite", "superglue", "--device", "cpu", "--max-length", "128"]
     assert command.main([*arguments, "--data-dir", str(eval_data), "--out", str(out)]) == 0
     assert command.main(["table", str(evaluated[0]), str(out), "--out", str(tmp_path / "both.md")]) == 0
-    said = capsys.readouterr().out
-    assert re.search(rf"^tiny, step 30 .*\n± .*\n{kind} .*\n± .*\nMetaLA 360M", said, flags=re.M)
+    printed = capsys.readouterr().out
+    assert re.search(rf"^tiny, step 30 .*\n± .*\n{kind} .*\n± .*\nMetaLA 360M", printed, flags=re.M)
     assert (tmp_path / "both.png").is_file()
     assert len(read_results(out)["metalion"]["model"]["sha256"]) == 64
     assert command.main(["compare", str(evaluated[0]), str(out)]) == 0
@@ -210,8 +210,8 @@ def test_code_of_a_model_runs_only_with_the_flag(trained_run, eval_data, tmp_pat
     words = [str(folder), "--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data), "--no-progress"]
     assert command.main(words) == 2
     assert not (tmp_path / "ran").exists()
-    assert f"error: {folder}: it contains Python code" in (said := capsys.readouterr().err)
-    assert "--trust-remote-code" in said
+    assert f"error: {folder}: it contains Python code" in (printed := capsys.readouterr().err)
+    assert "--trust-remote-code" in printed
     assert command.main([*words, "--trust-remote-code", "--out", str(tmp_path / "results.json")]) == 0
     assert (tmp_path / "ran").exists()
     assert "Running loglikelihood" not in capsys.readouterr().err

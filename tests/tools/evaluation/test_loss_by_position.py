@@ -21,8 +21,8 @@ def test_loss_by_position(trained_run, tmp_path, capsys):
     out = tmp_path / "results.json"
     assert command.main([str(trained_run), "--by-position", "--out", str(out), "--device", "cpu"]) == 0
     assert (tmp_path / "perplexity_by_position.png").is_file()
-    said = capsys.readouterr().out
-    assert re.search(r"validation: [\d.]+ bits per byte at positions 17 to 32, [\d.]+ from 33 to 128", said)
+    printed = capsys.readouterr().out
+    assert re.search(r"validation: [\d.]+ bits per byte at positions 17 to 32, [\d.]+ from 33 to 128", printed)
     found = json.loads(out.read_text())["by_position"]["validation"]
     bins = found["bins"]
     assert bins[0]["from"] == 1
@@ -38,9 +38,9 @@ def test_positions_without_a_token_have_no_loss(trained_run, tmp_path, capsys, s
     text.write_text("def alpha(beta):" if short == "text" else "def alpha(beta):\n" * 40)
     words = ["--data", str(text), *(["--sequence-length", "16"] if short == "length" else [])]
     assert command.main([str(trained_run), "--by-position", *words, "--out", str(out), "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert f"{text}: no token at positions 17 to 32: too short a text, or --sequence-length" in said
-    assert "0.0000" not in said
+    printed = capsys.readouterr().out
+    assert f"{text}: no token at positions 17 to 32: too short a text, or --sequence-length" in printed
+    assert "0.0000" not in printed
     assert set(json.loads(out.read_text())["by_position"][str(text)]) == {"bins", "dtype"}
 
 
@@ -56,8 +56,8 @@ def test_diverged_model_has_null_losses(trained_run, tmp_path, monkeypatch, caps
     out = tmp_path / "results.json"
     for words in ([], ["--by-position"]):
         assert command.main([str(trained_run), *words, "--out", str(out), "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "validation: nan bits per byte at positions 17 to 32, nan from 33 to 128\n" in said
+    printed = capsys.readouterr().out
+    assert "validation: nan bits per byte at positions 17 to 32, nan from 33 to 128\n" in printed
     content = json.loads(out.read_text(), parse_constant=pytest.fail)
     assert content["results"]["perplexity"]["validation"]["loss"] is None
     found = content["by_position"]["validation"]

@@ -198,13 +198,13 @@ def test_several_models_and_what_cannot_be_measured(
     assert len(json.loads((tmp_path / "both.json").read_text())) == 2
     capsys.readouterr()
 
-    def said(*words: object) -> str:
+    def printed(*words: object) -> str:
         assert main([str(word) for word in words]) == 2
         return capsys.readouterr().err
 
-    assert "give only one kind of model per command" in said(trained_run, masked_run)
-    assert "--lengths 24: it must divide the longest length, 64" in said(trained_run, "--lengths", 24, 64)
-    assert "too few for pieces of 65,536" in said(trained_run, "--lengths", 65536)
-    assert "is not a checkpoint: a run folder" in said(tmp_path)
+    assert "give only one kind of model per command" in printed(trained_run, masked_run)
+    assert "--lengths 24: it must divide the longest length, 64" in printed(trained_run, "--lengths", 24, 64)
+    assert "too few for pieces of 65,536" in printed(trained_run, "--lengths", 65536)
+    assert "is not a checkpoint: a run folder" in printed(tmp_path)
     other = load_model(masked_run, device="cpu").config["data"]["validation"]
-    assert "was written with another tokenizer: wordpiece" in said(trained_run, "--data", other)
+    assert "was written with another tokenizer: wordpiece" in printed(trained_run, "--data", other)

@@ -53,12 +53,12 @@ def test_all_of_them_by_as_many_processes_as_processors(tmp_path: Path, active: 
     names = ["a", "bad", "b", "c", "d", "e", "f"]
     kernel = Kernel(tmp_path, active)
     tuning._compile(kernel, (1, "x"), {"grid": (8,), "warmup": False}, [_config(name) for name in names])
-    said = {path.name: eval(path.read_text()) for path in tmp_path.iterdir()}
-    assert sorted(said) == ["a", "b", "c", "d", "e", "f"]
-    processes = {words[0] for words in said.values()}
+    printed = {path.name: eval(path.read_text()) for path in tmp_path.iterdir()}
+    assert sorted(printed) == ["a", "b", "c", "d", "e", "f"]
+    processes = {words[0] for words in printed.values()}
     assert len(processes) == 3
     assert os.getpid() not in processes
-    assert {words[1:] for words in said.values()} == {(3, "target", (1, "x"), (8,), True)}
+    assert {words[1:] for words in printed.values()} == {(3, "target", (1, "x"), (8,), True)}
     assert vars(active) == before
 
 

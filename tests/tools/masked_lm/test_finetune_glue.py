@@ -132,7 +132,7 @@ def test_task_starts_from_the_weights_of_another(masked_run: Path, data: Path, t
     arguments += ["--seeds", "2", "lr=5e-3", "batch_size=8", "tasks.mnli.epochs=2", "tasks.rte.epochs=2"]
     arguments += ["tasks.stsb.epochs=2"]
     assert finetune_glue.main(arguments) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     results = json.loads((tmp_path / "out" / "glue.json").read_text())["runs"]
     assert set(results["mnli"]["pretrained/0"]) == {"accuracy matched", "accuracy mismatched"}
     assert set(results["rte"]) == {"mnli/0", "mnli/1"}
@@ -140,7 +140,7 @@ def test_task_starts_from_the_weights_of_another(masked_run: Path, data: Path, t
     assert min(values["pearson"] for values in results["stsb"].values()) > 0.8
     table = (tmp_path / "out" / "glue.md").read_text()
     assert "| rte | mnli | accuracy |" in table
-    assert table.strip() in said
+    assert table.strip() in printed
     # RTE starts from MNLI's blocks, not from the pretrained ones.
     pretrained, saved = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("pretrained", "mnli"))
     name = "blocks.0.mixer.q_proj.weight"

@@ -18,7 +18,7 @@ BUDGET = "schedule.time_budget_minutes"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ([], f"{BUDGET}=null schedule.train_steps=16"),
         ([f"{BUDGET}=2", "schedule.train_steps=8"], f"{BUDGET}=null schedule.train_steps=16"),
@@ -26,13 +26,13 @@ BUDGET = "schedule.time_budget_minutes"
         ([f"{BUDGET}=null", "schedule.train_steps=8"], f"{BUDGET}=null schedule.train_steps=16"),
     ],
 )
-def test_the_command_that_goes_on_names_more_steps_and_no_budget(monkeypatch, given, said):
+def test_continuing_command_names_more_steps_and_no_budget(monkeypatch, given, expected):
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=1)
-    assert command(config, 16) == f"python train.py {said}"
+    assert command(config, 16) == f"python train.py {expected}"
 
 
-def test_the_command_that_goes_on_starts_as_many_processes(monkeypatch):
+def test_continuing_command_starts_as_many_processes(monkeypatch):
     given = ["parallel.tensor=2", "batch.global_batch_size=8", f"{BUDGET}=null"]
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=4)
@@ -50,18 +50,18 @@ def test_a_folder_with_a_space_is_one_word(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("resume", "said"),
+    ("resume", "expected"),
     [
         ("never", ["checkpoint.resume=auto"]),
         ("runs/own/checkpoints/step_00000004", ["checkpoint.resume=auto"]),
         ("runs/other", ["checkpoint.resume=runs/other"]),  # where a run without checkpoints starts from
     ],
 )
-def test_the_command_that_goes_on_does_not_begin_again(monkeypatch, resume, said):
+def test_continuing_command_does_not_start_over(monkeypatch, resume, expected):
     given = ["run.directory=runs/own", f"{BUDGET}=null", f"checkpoint.resume={resume}"]
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=1)
-    assert command(config, 16).split() == ["python", "train.py", *given[:2], *said, "schedule.train_steps=16"]
+    assert command(config, 16).split() == ["python", "train.py", *given[:2], *expected, "schedule.train_steps=16"]
 
 
 def test_compressed_sizes_are_in_bits_per_byte() -> None:

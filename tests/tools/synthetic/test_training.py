@@ -105,7 +105,7 @@ def test_resumed_sweep_equals_uninterrupted_sweep(
     result = train_together(both, examples, CPU, progress=until(0), checkpoint_folder=tmp_path)
     assert reported == [2 * 10] * 4
     assert [one["history"] for one in result] == [one["history"] for one in expected]
-    # One of them alone, too, its seconds those before and after; and where it cannot be read, that is said.
+    # One of them alone, too, its seconds those before and after; and where it cannot be read, that is printed.
     file = tmp_path / f"{both[1].id}.pt"
     assert torch.load(file)["seconds"] > 0
     torch.save({**torch.load(file), "seconds": 1000.0}, file)
