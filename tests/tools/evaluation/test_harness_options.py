@@ -24,7 +24,7 @@ from tools.evaluation.tasks import task_manager
 from tools.loading.model import LoadedModel, load_model
 
 CHOICE = """
-task: own_choice
+task: written_choice
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}
 test_split: test
@@ -35,7 +35,7 @@ doc_to_choice: [alpha, beta, gamma]
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 WRITING = """
-task: own_writing
+task: written_generation
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}
 test_split: test
@@ -46,16 +46,16 @@ generation_kwargs: {until: ["!!"], max_gen_toks: 4}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 GROUP = """
-group: own_group
-task: [own_choice, copa]
+group: written_group
+task: [written_choice, copa]
 aggregate_metric_list: [{metric: acc, weight_by_size: true}]
 """
 
 
 @pytest.fixture(scope="module")
-def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a choice task of 12 rows, a generation task and a group."""
-    folder = tmp_path_factory.mktemp("own_tasks")
+    folder = tmp_path_factory.mktemp("task_folder")
     rows = [{"question": f"def alpha{n} ", "label": 0 if n % 4 else 2} for n in range(12)]
     write_rows(folder / "rows.jsonl", rows)
     for name, text in (("choice", CHOICE), ("writing", WRITING), ("group", GROUP)):
@@ -69,13 +69,13 @@ def loaded(trained_run: Path) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def limited(trained_run: Path, eval_data: Path, own_tasks: Path, tmp_path_factory) -> tuple[Path, str]:
+def limited(trained_run: Path, eval_data: Path, task_folder: Path, tmp_path_factory) -> tuple[Path, str]:
     """Return the results file of a group and a tag with --limit 6, and the output."""
     import contextlib
     import io
 
     out, printed = tmp_path_factory.mktemp("limited") / "results.json", io.StringIO()
-    words = ["--tasks", "own_group,ai2_arc", "--include_path", str(own_tasks), "--limit", "6", "--log_samples"]
+    words = ["--tasks", "written_group,ai2_arc", "--include_path", str(task_folder), "--limit", "6", "--log_samples"]
     place = ["--device", "cpu", "--data-dir", str(eval_data), "--max-length", "96", "--out", str(out)]
     with contextlib.redirect_stdout(printed):
         assert command.main([str(trained_run), *words, *place]) == 0
@@ -92,35 +92,35 @@ def test_limit_is_in_every_output(limited: tuple[Path, str]) -> None:
         assert "fewer than 50 documents" in text
     content = read_results(out)
     assert content["config"]["limit"] == content["metalion"]["limit"] == 6
-    assert content["n-samples"]["own_choice"] == {"original": 12, "effective": 6}
+    assert content["n-samples"]["written_choice"] == {"original": 12, "effective": 6}
 
 
 def test_group_has_the_harness_score_and_a_tag_its_tasks(limited: tuple[Path, str]) -> None:
     out, printed = limited
     content = read_results(out)
-    scores = [content["results"][task]["acc,none"] for task in ("own_choice", "copa")]
-    assert content["groups"]["own_group"]["acc,none"] == pytest.approx(sum(scores) / 2)
+    scores = [content["results"][task]["acc,none"] for task in ("written_choice", "copa")]
+    assert content["groups"]["written_group"]["acc,none"] == pytest.approx(sum(scores) / 2)
     header = next(line for line in printed.splitlines() if line.startswith("model "))
     assert [" ".join(words.split()) for words in header.split("  ") if words] == [
-        *("model", "own_group acc"),
+        *("model", "written_group acc"),
         *(f"{task} {metric}" for task in ("arc_challenge", "arc_easy") for metric in ("acc", "acc_norm")),
     ]
     row = next(line for line in printed.splitlines() if line.startswith("tiny, step 30"))
-    assert f"{100 * content['groups']['own_group']['acc,none']:.2f}" in row
+    assert f"{100 * content['groups']['written_group']['acc,none']:.2f}" in row
 
 
 def test_table_of_a_file_has_the_group_and_not_its_tasks(limited: tuple[Path, str], tmp_path: Path, capsys) -> None:
     assert command.main(["table", str(limited[0]), "--out", str(tmp_path / "table.md")]) == 0
     header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model "))
-    assert "own_group acc" in header
+    assert "written_group acc" in header
     assert "arc_easy acc_norm" in header
-    assert "own_choice" not in header
+    assert "written_choice" not in header
 
 
 def test_majority_class_and_standard_errors_are_rows(limited: tuple[Path, str]) -> None:
     out, printed = limited
     # Labels 2 0 0 0 2 0 of the first six rows.
-    assert read_results(out)["metalion"]["majority"]["own_choice"]["acc"] == pytest.approx(4 / 6)
+    assert read_results(out)["metalion"]["majority"]["written_choice"]["acc"] == pytest.approx(4 / 6)
     lines = [line.split("  ")[0] for line in printed.splitlines()]
     assert lines.index("± standard error") == lines.index("tiny, step 30") + 1
     assert "majority class" in lines
@@ -138,9 +138,9 @@ def test_files_have_the_harness_names_and_format(limited: tuple[Path, str]) -> N
     assert {"results", "groups", "model_name_sanitized", "total_evaluation_time_seconds"} <= content.keys()
     samples = get_sample_results_filenames(names)
     assert {get_file_task_name(Path(name).name) for name in samples} == {
-        *("own_choice", "copa", "arc_easy", "arc_challenge")
+        *("written_choice", "copa", "arc_easy", "arc_challenge")
     }
-    row = json.loads(Path(next(name for name in samples if "own_choice" in name)).read_text().splitlines()[0])
+    row = json.loads(Path(next(name for name in samples if "written_choice" in name)).read_text().splitlines()[0])
     assert row["arguments"]["gen_args_1"]["arg_1"] == " beta"
     assert isinstance(row["resps"][0][0][0], str)
 
@@ -168,20 +168,22 @@ def test_run_and_card_have_documents_error_and_chance(trained_run: Path, eval_da
     assert "| documents | " not in card.split("\n", 2)[2]
 
 
-def prompts(lm: ProjectLM, own_tasks: Path, eval_data: Path, task: str = "own_choice", **settings: Any) -> list[str]:
-    request = TaskRequest(tasks=(task,), include_path=own_tasks, data_dir=eval_data, limit=3, **settings)
+def prompts(
+    lm: ProjectLM, task_folder: Path, eval_data: Path, task: str = "written_choice", **settings: Any
+) -> list[str]:
+    request = TaskRequest(tasks=(task,), include_path=task_folder, data_dir=eval_data, limit=3, **settings)
     results = evaluate(lm, prepare_tasks(request))
     assert results is not None
     return [sample["arguments"][0][0] for sample in results["samples"][task]]
 
 
 def test_prompts_follow_the_options(
-    loaded: LoadedModel, own_tasks: Path, eval_data: Path, tmp_path: Path, monkeypatch
+    loaded: LoadedModel, task_folder: Path, eval_data: Path, tmp_path: Path, monkeypatch
 ) -> None:
     lm = ProjectLM(loaded.model, loaded.tokenizer, max_length=96, progress=False)
-    assert prompts(lm, own_tasks, eval_data)[0] == "def alpha0 "
-    assert prompts(lm, own_tasks, eval_data, system_instruction="Be brief.")[0].startswith("Be brief.")
-    seeded = [prompts(lm, own_tasks, eval_data, shots=2, seed=(0, 1, 1, seed)) for seed in (1, 1, 2)]
+    assert prompts(lm, task_folder, eval_data)[0] == "def alpha0 "
+    assert prompts(lm, task_folder, eval_data, system_instruction="Be brief.")[0].startswith("Be brief.")
+    seeded = [prompts(lm, task_folder, eval_data, shots=2, seed=(0, 1, 1, seed)) for seed in (1, 1, 2)]
     assert seeded[0] == seeded[1] != seeded[2]
     with pytest.raises(ValueError, match=r"^--apply-chat-template: the tokenizer of tiny has no chat template"):
         check_chat_template(lm, "tiny")
@@ -192,18 +194,18 @@ def test_prompts_follow_the_options(
     monkeypatch.setattr(tokenizer, "path", str(tmp_path / "tokenizer.json"), raising=False)
     lm._tokenizer = tokenizer
     check_chat_template(lm, "tiny")
-    chat = prompts(lm, own_tasks, eval_data, apply_chat_template=True, system_instruction="Be brief.")
+    chat = prompts(lm, task_folder, eval_data, apply_chat_template=True, system_instruction="Be brief.")
     assert chat[0] == "<system>Be brief.<user>def alpha0 <assistant>"
 
 
-def test_generation_arguments_reach_the_model(loaded: LoadedModel, own_tasks: Path, eval_data: Path) -> None:
+def test_generation_arguments_reach_the_model(loaded: LoadedModel, task_folder: Path, eval_data: Path) -> None:
     lm = ProjectLM(loaded.model, loaded.tokenizer, max_length=96, progress=False)
     lengths = []
     for settings in (None, {"max_gen_toks": 9}):
-        request = TaskRequest(tasks=("own_writing",), include_path=own_tasks, limit=2, gen_kwargs=settings)
+        request = TaskRequest(tasks=("written_generation",), include_path=task_folder, limit=2, gen_kwargs=settings)
         results = evaluate(lm, prepare_tasks(request))
         assert results is not None
-        lengths.append(len(loaded.tokenizer.encode(results["samples"]["own_writing"][0]["resps"][0][0])))
+        lengths.append(len(loaded.tokenizer.encode(results["samples"]["written_generation"][0]["resps"][0][0])))
     assert lengths[0] < lengths[1] <= 9
 
 
