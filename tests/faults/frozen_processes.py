@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from tests.cli.conftest import run_words, write_corpus
+from tests.faults.outcomes import record_failure
 from tests.faults.started_command import StartedCommand, last_step, training_command
 
 HEARTBEAT = 2.0  # seconds
@@ -29,12 +30,15 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
         name = f"frozen{number}"
         command = training_command(run_words(corpus, folder, name, **SETTINGS), ranks=2)
         with StartedCommand(command, folder / f"{name}.log") as started:
-            started.wait_until(lambda run=folder / name: last_step(run) >= 3, 120)
+            if not started.wait_until(lambda run=folder / name: last_step(run) >= 3, 120):
+                raise RuntimeError(f"the run did not start: {started.log.read_text()[-3000:]}")
             time.sleep(draw.random())
             survived = _survives_a_pause(started, folder / name)
             named = survived and _is_named(started, draw.randrange(2))
             # torchrun waits 30 s for a frozen rank before it kills it.
             counts["orphans"] += len(started.wait_for_all(40))
+            if not named:
+                record_failure(folder, case=number, survived=survived, output=started.log.read_text()[-3000:])
         counts["runs"] += 1
         counts["survived_a_pause" if survived else "killed_by_a_pause"] += 1
         counts["named" if named else "not_named"] += survived

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -67,7 +69,13 @@ def train_in_turn(runs: Iterable[list[str]], processes: int = 2) -> None:
 
 
 def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free port that the system gives to no connection of another process: one below its ephemeral range.
+
+    A launcher binds its port seconds after this call. In the ephemeral range, another test may have it by then.
+    """
+    ports = random.SystemRandom()
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = ports.randrange(15000, 32768)  # Linux's ephemeral range begins at 32768
+            probe.bind(("127.0.0.1", port))
+            return port
