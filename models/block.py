@@ -68,8 +68,12 @@ class Block(nn.Module):
         if getattr(self.mixer, "value_residual", False):
             mixed, values = self.mixer(normed, values=values, return_values=True, **context)
         else:
-            mixed = self.mixer(normed, **context)
+            mixed = self.run_mixer(normed, **context)
         return x, mixed, None if self._last_with_values else values, context if self._mlp_shifts else {}
+
+    def run_mixer(self, normed: Tensor, **context: Any) -> Any:
+        """Return the mixer's output for normed [batch, length, hidden_size], and its new state if requested."""
+        return self.mixer(normed, **context)
 
     def finish(self, x: Tensor, mixed: Tensor, values: Tensor | None = None, context: Any = None) -> Tensor:
         """Run the rest of `forward`. x: the residual stream; mixed: the mixer's output, of the same shape."""

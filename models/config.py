@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .options import describe_type, fits_type, nearest_names, option, require_divisor
+from .options import describe_type, fits_type, nearest_multiples, nearest_names, option, require_divisor
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ModelConfig:
     vocab_size: int = field(
         metadata={
             "doc": "Rows of the embedding and of the output projection. train.py: if left out, the tokenizer's size, rounded up "
-            "to a multiple of 128."
+            "to a multiple of 128. With image_size: the number of classes; if left out, that of the data set."
         }
     )
     num_layers: int = field(metadata={"doc": "Number of residual blocks."})
@@ -74,12 +74,29 @@ class ModelConfig:
         "wang_init", "Initialisation of the matrices that write into the residual stream."
     )
     init_std: float = option(0.02, "Standard deviation of `normal`; `scaled_normal` divides it by sqrt(2 layers).")
+    image_size: int | None = option(
+        None, "Height and width of the images of an image classifier, in pixels. null: a language model."
+    )
+    patch_size: int = option(4, "Height and width of a patch, which is one token, in pixels.")
+    pooling: Literal["mean", "class_token"] = option(
+        "mean", "Input of the classifier: the mean over all patches, or a learned class token behind the last patch."
+    )
+    patch_order: Literal["rows", "columns", "both"] = option(
+        "rows", "Order in which mixers read the patches. both: the mean of both orders, LION-natural."
+    )
+    direction: Literal["forward", "backward", "alternating", "both"] = option(
+        "both",
+        "Direction in which causal mixers read the patches. alternating: every second block backward. both: the mean of "
+        "both directions. Bidirectional mixers (option causal = false) need both.",
+    )
 
     def __post_init__(self) -> None:
         for key, kind in typing.get_type_hints(ModelConfig).items():
             if not fits_type(getattr(self, key), kind):
                 raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {describe_type(kind)}")
         object.__setattr__(self, "mixers", tuple(self.mixers))
+        if self.image_size is not None:
+            self._derive_for_images()
         for key in ("vocab_size", "num_layers", "hidden_size", "num_heads", "intermediate_size", "max_positions"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -100,6 +117,56 @@ class ModelConfig:
             raise ValueError(f"model.max_positions = {self.max_positions} with positions = {self.positions}: {advice}")
         require_divisor("model.num_heads", self.num_heads, "model.hidden_size", self.hidden_size)
         self._check_mixers()
+        if self.image_size is not None:
+            self._check_images()
+
+    def _derive_for_images(self) -> None:
+        """Check the sizes of an image classifier, and set the keys that follow from them."""
+        assert self.image_size is not None
+        for key in ("image_size", "patch_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"model.{key} = {getattr(self, key)}: must be at least 1")
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"model.image_size = {self.image_size} is no multiple of model.patch_size = {self.patch_size}; nearest "
+                f"multiples: {nearest_multiples(self.image_size, self.patch_size)}"
+            )
+        object.__setattr__(self, "tie_embeddings", False)
+        if self.positions == "learned" and self.max_positions is None:
+            object.__setattr__(self, "max_positions", self.tokens_per_image)
+
+    def _check_images(self) -> None:
+        from .mixers import MIXERS
+
+        bidirectional = self.bidirectional_mixers()
+        if bidirectional and self.direction != "both":
+            raise ValueError(
+                f"model.direction = {self.direction}: {', '.join(bidirectional)} reads both directions; set model.direction = "
+                "both, or choose a causal mixer (option causal = true)"
+            )
+        if bidirectional and len(bidirectional) < len(set(self.mixers)):
+            raise ValueError(
+                f"model.mixers = {list(self.mixers)} of an image classifier: {', '.join(bidirectional)} is bidirectional and the "
+                "others are causal; choose mixers of one kind"
+            )
+        if values := [name for name in self.mixers if getattr(MIXERS[name], "value_residual", False)]:
+            raise ValueError(
+                f"model.mixers: {values[0]!r} has a value residual, which image classifiers do not support"
+            )
+        if self.positions == "learned" and self.max_positions != self.tokens_per_image:
+            raise ValueError(
+                f"model.max_positions = {self.max_positions}: an image has {self.tokens_per_image} tokens; leave the key out"
+            )
+        for key, default in (("head", "linear"), ("embedding_scale", 1.0)):
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"model.{key} = {getattr(self, key)} is for language models: leave it out with image_size"
+                )
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Return the patches of an image, and the class token if there is one; 0 for a language model."""
+        return (self.image_size // self.patch_size) ** 2 + (self.pooling == "class_token") if self.image_size else 0
 
     def _check_mixers(self) -> None:
         # Imported here because mixers need torch and this file, which the configuration tools read, must not.
@@ -175,8 +242,9 @@ class ModelConfig:
         sizes = {
             "model.num_heads": self.num_heads,
             "model.intermediate_size": self.mlp_width,
-            "model.vocab_size": self.vocab_size,
         }
+        if self.image_size is None:
+            sizes["model.vocab_size"] = self.vocab_size
         for name in dict.fromkeys(self.mixers):
             mixer_sizes = getattr(MIXERS[name], "sharded_sizes", None)
             if mixer_sizes is not None:
@@ -185,6 +253,8 @@ class ModelConfig:
 
     def context_parallel_error(self) -> str:
         """Return why this model does not support context parallelism, or an empty string if it does."""
+        if self.image_size is not None:
+            return "an image classifier averages over all patches"
         try:
             check_context_parallel(self, 2, 1 << 30)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""A language model, causal or masked, as a list of layers and as one module."""
+"""A language model, causal or masked, or an image classifier, as a list of layers and as one module."""
 
 from __future__ import annotations
 
@@ -27,12 +27,18 @@ class LayerSpec:
 
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     """Return the layers from input to output: "embedding", "blocks.0", ..., "head"."""
-    blocks = [LayerSpec(f"blocks.{i}", partial(Block, config, i)) for i in range(config.num_layers)]
+    layers: tuple[type[nn.Module], ...] = Embedding, Block, Head
+    if config.image_size is not None:
+        from .image_classifier import ClassificationHead, ImageBlock, PatchEmbedding
+
+        layers = PatchEmbedding, ImageBlock, ClassificationHead
+    first, block, last = layers
+    blocks = [LayerSpec(f"blocks.{i}", partial(block, config, i)) for i in range(config.num_layers)]
     tied_to = "embedding" if config.tie_embeddings else None
     return [
-        LayerSpec("embedding", partial(Embedding, config)),
+        LayerSpec("embedding", partial(first, config)),
         *blocks,
-        LayerSpec("head", partial(Head, config), tied_to),
+        LayerSpec("head", partial(last, config), tied_to),
     ]
 
 
@@ -87,6 +93,8 @@ class LanguageModel(nn.Module):
         length] float, None for one everywhere. mask: [batch, length] bool, True for real tokens (left or right padding).
         cu_seqlens: [segments + 1] int, with batch 1. state: the new state of an earlier call with return_state=True, one
         dict per layer, embedding and head included.
+        Of an image classifier: tokens are pixels [batch, 3, image_size, image_size], logits [batch, classes], labels and
+        loss_weight [batch].
         """
         layers: list[nn.Module] = [self.embedding, *self.blocks]
         states: list[dict[str, Tensor] | None] = [None] * (len(layers) + 1) if state is None else list(state)

@@ -41,9 +41,8 @@ def train(
         model = LanguageModel(config, seed=seed)
     decay, exempt = [], []
     for name, parameter in model.named_parameters():
-        no_decay = (
-            parameter.ndim < 2 or "norm" in name or "decay" in name.rpartition(".")[2] or name.startswith("embedding")
-        )
+        embedding = name.startswith("embedding") and "projection" not in name
+        no_decay = parameter.ndim < 2 or "norm" in name or "decay" in name.rpartition(".")[2] or embedding
         (exempt if no_decay else decay).append(parameter)
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}],
@@ -63,7 +62,7 @@ def train(
         loss = accuracy = 0.0
         for batch in ({key: value.to(device) for key, value in batch.items()} for batch in micro_batches):
             logits = model(batch["tokens"], mask=batch.get("mask"), cu_seqlens=batch.get("cu_seqlens")).float()
-            nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+            nll = torch.nn.functional.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), reduction="none")
             part = (nll * batch["loss_weight"].flatten()).sum() / weight
             part.backward()
             loss += part.item()

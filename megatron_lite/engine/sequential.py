@@ -28,7 +28,7 @@ class Sequential(nn.Module):
         Args:
             batch: tokens, labels [batch, length] int64; loss_weight [batch, length] float32; optionally `mask` [batch, length],
                 `cu_seqlens` [segments + 1], and the scalar `num_correct`, to which the weight of the correctly predicted tokens
-                is added.
+                is added. An image classifier has pixels as tokens, and labels and weights [batch].
         """
         hidden = chain(self._calls[:-1])(batch["tokens"], **block_inputs(batch))
         return self._calls[-1](hidden, **head_inputs(batch))
@@ -52,4 +52,10 @@ def block_inputs(batch: Batch) -> dict[str, Tensor]:
 
 def head_inputs(batch: Batch) -> dict[str, Tensor]:
     """Return the inputs of the last layer besides hidden states."""
-    return {key: batch[key] for key in ("labels", "loss_weight", "num_correct") if key in batch}
+    return {key: batch[key] for key in _HEAD_INPUTS if key in batch}
+
+
+_HEAD_INPUTS = (
+    *("labels", "loss_weight", "num_correct"),
+    *("targets", "teacher", "temperature", "num_top5", "confusion"),  # of an image classifier
+)

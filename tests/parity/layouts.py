@@ -28,6 +28,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp": "gelu",
         "mlp_bias": True,
     },
+    "images_lion": {  # LION-natural
+        "mixers": ("lion",),
+        "mixer_options": {"lion": {"variant": "s", "causal": False}},
+        "image_size": 16,
+        "pooling": "class_token",
+        "positions": "learned",
+        "patch_order": "both",
+    },
+    "images_metala": {"mixers": ("metala",), "image_size": 16, "direction": "alternating"},
     "delta_rule": {
         "mixers": ("gated_delta_net", "kda", "gdn2", "delta_net"),
         "mixer_options": {
@@ -76,6 +85,23 @@ def model_config(model: str, **changes: Any) -> ModelConfig:
     if model == "mamba":  # its selection reads all channels of a group, so that one group cannot be cut
         values["mixer_options"] = {"mamba": {"groups": 2}}
     return ModelConfig(**{**values, **changes})
+
+
+def image_steps() -> list[list[dict[str, Tensor]]]:
+    """Return `STEPS` steps of `MICRO_BATCHES` micro-batches of 2 images; some images have no weight."""
+    generator = torch.Generator().manual_seed(7)
+
+    def batch(index: int) -> dict[str, Tensor]:
+        pixels = torch.randn(2, 3, 16, 16, generator=generator)
+        labels = torch.randint(0, VOCAB, (2,), generator=generator)
+        return {"tokens": pixels, "labels": labels, "loss_weight": torch.tensor([1.0, float(index % 2)])}
+
+    return [[batch(index) for index in range(MICRO_BATCHES)] for _ in range(STEPS)]
+
+
+def steps_of(case: LayoutCase) -> list[list[dict[str, Tensor]]]:
+    """Return the steps of a case."""
+    return image_steps() if case.model in IMAGES else steps(case.masked, case.packed)
 
 
 def steps(masked: bool = False, packed: bool = False) -> list[list[dict[str, Tensor]]]:
@@ -177,6 +203,11 @@ CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
         "context2_pipeline2": {"context": 2, "pipeline": 2},
     },
 }
+# Image classifiers: the patch embedding and the head are whole on every rank of a tensor group.
+IMAGES = {
+    "images_lion": ("data2", "tensor2", "tensor2_overlap", "data2_zero3", "data2_tensor2_zero3"),
+    "images_metala": ("tensor2", "data2_zero2"),
+}
 SPLIT = ("metala", "lion_causal", "lion_bidirectional")
 # Masked models, with BERT's head and few labels.
 MASKED = {
@@ -213,13 +244,19 @@ def cases(processes: int) -> list[LayoutCase]:
         LayoutCase(model, name, layout, {} if model == "hybrid" or "pipeline" in layout else SHORT)
         for name, layout in EVERY[processes].items()
         for model in MODELS
-        if model not in ("encoder", "delta_rule")
+        if model not in ("encoder", "delta_rule", *IMAGES)
     ]
     selected += [LayoutCase("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
     layouts = EVERY[processes] | HYBRID[processes] | CONTEXT[processes]
     selected += [
         LayoutCase(model, name, layouts[name], MLM, masked=True)
         for model, names in MASKED.items()
+        for name in names
+        if name in layouts
+    ]
+    selected += [
+        LayoutCase(model, name, layouts[name], SHORT)
+        for model, names in IMAGES.items()
         for name in names
         if name in layouts
     ]

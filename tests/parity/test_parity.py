@@ -39,7 +39,8 @@ def expected(
     config = layouts.model_config(case_model, **dict(changes))
     accuracies: list[float] = []
     options = {"seed": 11, "lr": layouts.LR, "warmup": layouts.WARMUP, "total": layouts.STEPS, "device": device}
-    return oracle.train(config, layouts.steps(masked, packed), accuracies=accuracies, **options), accuracies
+    steps = layouts.image_steps() if case_model in layouts.IMAGES else layouts.steps(masked, packed)
+    return oracle.train(config, steps, accuracies=accuracies, **options), accuracies
 
 
 # A change of the weights by 1e-7, float32's rounding, changes the norm of these at their initialisation by up to 3e-5
@@ -61,7 +62,7 @@ def test_layout_equals_one_process(results, processes, case):
         tolerance *= 10 if case.model in ILL_CONDITIONED or case.dtype != "fp32" else 1
         assert norm == pytest.approx(wanted_norm, rel=tolerance), f"gradient norm of step {index}"
     nll, weight, num_correct = result["evaluated"]
-    assert weight == sum(batch["loss_weight"].sum().item() for batch in layouts.steps(case.masked, case.packed)[1])
+    assert weight == sum(batch["loss_weight"].sum().item() for batch in layouts.steps_of(case)[1])
     assert 0 <= num_correct <= weight
     plain = case.model == "hybrid" and not case.changes and not case.packed and case.dtype == "fp32"
     same = results(2)["data2-hybrid"]["evaluated"][0] if plain else nll

@@ -110,7 +110,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         micro_batch_size=4 if pairs else 2,
     )
     history, accuracies, evaluated = [], [], []
-    for index, step in enumerate(layouts.steps(case.masked, case.packed)):
+    for index, step in enumerate(layouts.steps_of(case)):
         step = layouts.in_pairs(step) if pairs else step
         result = engine.train_step(own(step, grid), lr=rate(index))
         history.append((result.loss, result.gradient_norm))

@@ -6,7 +6,8 @@ relative import is rewritten to match. The other changes are:
 - The table of mixers keeps only the mixers of the model.
 - Triton kernels are omitted if the mixers use none, as softmax attention. `models/backend.py` then selects PyTorch. The C++
   kernels for a CPU are never imported by name, and so never copied.
-- The training loss is omitted, because Transformers has its own.
+- The training loss is omitted, because Transformers has its own, and so are the layers of image classifiers in the export of a
+  language model.
 - Imports of optional packages are in try blocks, which Transformers' check of requirements skips.
 - The two files that Transformers opens by name also import their indirect dependencies. Older versions of Transformers copy
   only the files that these two import.
@@ -28,12 +29,16 @@ _INSTALLED = {"torch", "transformers", *sys.stdlib_module_names}
 _TRAINING = ("operators.cross_entropy",)
 
 
-def flat_source(mixers: Collection[str]) -> dict[str, str]:
-    """Return file name to text: `modeling_metalion.py` and every file of `models/` that it imports, for these mixers."""
+def flat_source(mixers: Collection[str], *, images: bool = False) -> dict[str, str]:
+    """Return file name to text: `modeling_metalion.py` and every file of `models/` that it imports, for these mixers.
+
+    images: the model is an image classifier; the export of a language model omits its layers.
+    """
     # The backend only tests whether the kernels can be imported.
     of_mixers, _ = _follow("mixers", mixers, (*_TRAINING, "backend"))
     kernels = any(module.startswith("kernels.") for module in of_mixers)
-    texts, imports = _follow(ENTRY, mixers, _TRAINING if kernels else (*_TRAINING, "kernels"))
+    omitted = (*_TRAINING, *(() if kernels else ("kernels",)), *(() if images else ("image_classifier",)))
+    texts, imports = _follow(ENTRY, mixers, omitted)
     for entry in (ENTRY, CONFIG_ENTRY):
         texts[entry] += _also_needed(_reached(entry, imports) - {entry, *imports[entry]})
     return {f"{_flat(module)}.py": text for module, text in texts.items()}
