@@ -1,4 +1,4 @@
-"""Generate the synthetic tasks MQAR, MAD and ListOps with NumPy. A seed determines a data set.
+"""Generate the synthetic tasks MQAR, MAD and ListOps with NumPy, and the texts of RULER. A seed determines a data set.
 
-Start with `mqar.py`, the smallest task; every task returns the `Examples` of `examples.py`.
+Start with `mqar.py`, the smallest task. Every NumPy task returns the `Examples` of `examples.py`.
 """
