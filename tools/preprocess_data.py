@@ -13,12 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from data.corpus.discovery import source_files
 from data.corpus.readers import SOURCE_KEY
+from data.preprocessing.data_card import write_data_cards
 from data.preprocessing.encode import PreprocessingSettings
+from data.preprocessing.filters import Filters
 from data.preprocessing.pipeline import finished, preprocess
 from data.tokenizer import merges_of
-from tools.cli.arguments import command, command_line, from_zero, positive, share
+from tools.cli.arguments import command, command_line, from_zero, positive, share, words
 
 # Names of tokenizer types, including those of GPT-NeoX and Megatron-LM.
 TOKENIZER_TYPES = {
@@ -39,12 +43,16 @@ EXAMPLES = """examples:
   C4, with 1 % of the documents for validation, chosen by hash, without exact duplicates
     python -m tools.preprocess_data --input c4/*.json.gz --tokenizer-type wordpiece --vocab-file bert/vocab.txt \\
         --append-eod --split 99,1 --deduplicate --output-prefix data/c4 --workers 16
+  web pages in English that keep Gopher's rules, without near duplicates, with a data card
+    python -m tools.preprocess_data --input web/*.jsonl.zst --tokenizer-type wordpiece --vocab-file bert/vocab.txt \\
+        --append-eod --quality --languages en --near-duplicates 0.8 --data-card licences.yml --output-prefix data/web
 
 outputs, for each key of --jsonl-keys
   PREFIX_text_document.bin    the tokens           (with --split: PREFIX_train_text_document.bin and so on)
   PREFIX_text_document.idx    the position of each document
   PREFIX_text_document.json   counts, bytes per token, the tokenizer and its hash, documents per input file, checksums
   PREFIX_text_document.sources.npy   the source of each document, if the records name it
+  PREFIX_text_document.md     with --data-card: sources, licences, sizes, what the filters removed
 A configuration names the path without extension: data.train=PREFIX_text_document. To inspect the files, run
 python -m tools.inspect_data PREFIX_text_document; with --verify it compares them with their checksums.
 
@@ -68,7 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_broken=options.max_broken,
         max_empty=options.max_empty,
         source_key=options.source_key,
+        filters=Filters(
+            quality=options.quality,
+            languages=tuple(sorted(set(options.languages))),
+            near_duplicates=options.near_duplicates,
+            shingle_words=options.shingle_words if options.near_duplicates else Filters.shingle_words,
+        ),
     )
+    licences = _licences(options.data_card) if options.data_card else {}
     if options.merge_file is not None:
         if settings.tokenizer_type != "gpt2" or options.vocab_file is None:
             raise ValueError("--merge-file requires --tokenizer-type gpt2 (GPT2BPETokenizer) and --vocab-file")
@@ -84,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # An existing path may contain a comma; any other word is split at commas.
     files = source_files([p for word in options.input for p in ([word] if os.path.exists(word) else word.split(","))])
     if not options.overwrite and (manifests := finished(files, options.output_prefix, settings)):
-        _print_summary(options.output_prefix, manifests)
+        _print_summary(options, manifests, licences)
         print("complete: written before from this input with these settings (--overwrite writes it again)")
         return 0
     start = time.perf_counter()
@@ -92,22 +107,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files, options.output_prefix, settings, workers=options.workers, progress=not options.no_progress
     )
     seconds = time.perf_counter() - start
-    _print_summary(options.output_prefix, manifests)
+    _print_summary(options, manifests, licences)
     tokens = sum(manifest["tokens"] for manifest in manifests.values())
     print(f"{seconds:.1f} seconds, {tokens / seconds / 1e6:.2f} million tokens/s")
     return 0
 
 
-def _print_summary(prefix: str, manifests: Mapping[str, Mapping[str, Any]]) -> None:
+def _print_summary(
+    options: argparse.Namespace, manifests: Mapping[str, Mapping[str, Any]], licences: Mapping[str, str]
+) -> None:
     for name, manifest in manifests.items():
+        prefix = f"{options.output_prefix}_{name}_document"
         print(
-            f"{prefix}_{name}_document: {manifest['documents']:,} documents,"
+            f"{prefix}: {manifest['documents']:,} documents,"
             f" {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:.3f} bytes per token"
         )
     first = next(iter(manifests.values()))
     if first["skipped"]:
         print("skipped: " + ", ".join(f"{count:,} {reason}" for reason, count in first["skipped"].items()))
     print(f"vocabulary size of a model with this tokenizer: model.vocab_size={first['padded_vocab_size']}")
+    if options.data_card is not None:
+        prefixes = {Path(f"{options.output_prefix}_{name}_document"): manifest for name, manifest in manifests.items()}
+        print("data card: " + ", ".join(map(str, write_data_cards(prefixes, licences))))
+
+
+def _licences(path: str) -> dict[str, str]:
+    """Return the licence per source of a YAML file. Raises ValueError if it holds something else."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--data-card {path} is not YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(word, str) for pair in content.items() for word in pair):
+        raise ValueError(f"--data-card {path}: one line per source, SOURCE: LICENCE, is allowed")
+    return content
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,6 +180,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--min-characters", type=from_zero, default=0, metavar="N", help="skip shorter documents (0)")
     add("--deduplicate", action="store_true", help="skip documents whose text equals an earlier one")
+    add = parser.add_argument_group("filters (removed documents are counted per reason)").add_argument
+    add(
+        "--near-duplicates",
+        type=float,
+        metavar="SHARE",
+        help="skip documents whose word n-grams have this Jaccard similarity (0.3 to 0.98, usually 0.8) with those of an "
+        "earlier one: MinHash and locality-sensitive hashing",
+    )
+    add("--shingle-words", type=positive, default=5, metavar="N", help="words per n-gram of --near-duplicates (5)")
+    add(
+        "--quality", action="store_true", help="skip documents that break Gopher's rules for English prose (2112.11446)"
+    )
+    add(
+        "--languages",
+        type=words,
+        default=[],
+        metavar="A,B",
+        help="keep documents in these languages, such as en,de; zxx is text without a language, such as code",
+    )
     add("--ftfy", action="store_true", help="repair mis-decoded text with the package ftfy")
     add = parser.add_argument_group("tokenizer").add_argument
     add(
@@ -167,6 +218,13 @@ def _parser() -> argparse.ArgumentParser:
         "--overwrite",
         action="store_true",
         help="replace existing outputs, even if other input or settings made them",
+    )
+    add(
+        "--data-card",
+        nargs="?",
+        const="",
+        metavar="LICENCES",
+        help="also write PREFIX_text_document.md; LICENCES is a YAML file of lines SOURCE: LICENCE",
     )
     add = parser.add_argument_group("runtime").add_argument
     add(

@@ -14,6 +14,7 @@ from ..corpus.readers import SOURCE_KEY, Block, Document, parse_block
 from ..corpus.split import split_position, text_digest
 from ..indexed import LONGEST_SEQUENCE, token_dtype
 from ..tokenizer import Tokenizer
+from .filters import Filters, document_filter, signature
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class PreprocessingSettings:
     max_broken: number of lines or files that may fail to parse before the job stops.
     max_empty: maximum fraction of empty documents, checked from 1,000 documents on.
     source_key: key of the source of a record; dots address inner objects.
+    filters: quality, language and near-duplicate filters.
     """
 
     tokenizer_type: str
@@ -41,6 +43,7 @@ class PreprocessingSettings:
     max_broken: int = 0
     max_empty: float = 0.5
     source_key: str = SOURCE_KEY
+    filters: Filters = field(default_factory=Filters)
 
     def __post_init__(self) -> None:
         if not self.keys:
@@ -74,12 +77,13 @@ class PreprocessingSettings:
 @dataclass
 class Encoded:
     """Encoded documents: their concatenated tokens [sum of lengths], and per document its length, side (0 train,
-    1 validation, 2 test), digest (16 bytes), UTF-8 size and source."""
+    1 validation, 2 test), digest (16 bytes), UTF-8 size and source. ``signatures`` is empty without near_duplicates."""
 
     tokens: NDArray
     lengths: list[int] = field(default_factory=list)
     sides: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    signatures: list[bytes] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     sources: list[str | None] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -93,6 +97,7 @@ def encode_block(block: Block, key: str, settings: PreprocessingSettings, tokeni
     if skipped.pop("undecodable", 0):
         broken.append(f"{block.file.path}: not text in the encoding that it declares")
     documents, sides = [], []
+    problem_of = document_filter(settings.filters)
     for document in parsed.documents:
         side = settings.side_of(split_position(document))
         if settings.ftfy:
@@ -102,9 +107,13 @@ def encode_block(block: Block, key: str, settings: PreprocessingSettings, tokeni
         if len(document.text) < settings.min_characters:
             skipped["short"] += 1
             continue
+        if problem := problem_of(document.text):
+            skipped[problem] += 1
+            continue
         documents.append(document)
         sides.append(side)
-    outcome = encode_documents(documents, sides, tokenizer, append_eod=settings.append_eod)
+    filters = settings.filters if settings.filters.near_duplicates else None
+    outcome = encode_documents(documents, sides, tokenizer, append_eod=settings.append_eod, near_duplicates=filters)
     outcome.tokens = outcome.tokens.astype(token_dtype(tokenizer.vocab_size))  # less data between processes
     outcome.skipped.update(skipped)
     outcome.broken = broken
@@ -119,11 +128,12 @@ def encode_documents(
     append_eod: bool,
     keep_empty: bool = False,
     threads: int = 1,
+    near_duplicates: Filters | None = None,
 ) -> Encoded:
     """Tokenise documents, each on its side of the split. Raises ValueError for a document that the format cannot hold.
 
     sides: side of each document. keep_empty: keep documents without tokens; otherwise they count as skipped.
-    threads: threads of the tokenizer.
+    threads: threads of the tokenizer. near_duplicates: also compute the signatures of these filters.
     """
     outcome = Encoded(np.zeros(0, np.int64))
     encoded = tokenizer.encode_batch([document.text for document in documents], threads)
@@ -143,6 +153,8 @@ def encode_documents(
         outcome.lengths.append(length)
         outcome.sides.append(side)
         outcome.digests.append(text_digest(document.text))
+        if near_duplicates is not None:
+            outcome.signatures.append(signature(document.text, near_duplicates))
         outcome.sizes.append(len(document.text.encode()))
         outcome.sources.append(document.source)
     if pieces:

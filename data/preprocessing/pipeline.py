@@ -33,7 +33,8 @@ from ..indexed import bin_path, idx_path, token_dtype
 from ..manifest import read_manifest, same_tokenizer
 from ..tokenizer import Tokenizer, load_tokenizer
 from .encode import Encoded, PreprocessingSettings, encode_block
-from .shards import Shard, finished_reports, input_records, join_shards, read_digests
+from .filters import DuplicateIndex, Filters
+from .shards import Shard, finished_reports, input_records, join_shards, read_records
 
 PREPROCESS_VERSION = 2
 SHARD_BLOCKS = 256  # a block is about 1 MiB of text
@@ -129,9 +130,12 @@ def finished(
 
 
 def _made_from(files: Sequence[SourceFile], settings: PreprocessingSettings, tokenizer: Tokenizer) -> str:
+    recipe = {**asdict(settings), "tokenizer_path": None}
+    if settings.filters == Filters():  # outputs of versions without filters keep their hash
+        del recipe["filters"]
     made_from = {
         "version": PREPROCESS_VERSION,
-        "recipe": {**asdict(settings), "tokenizer_path": None},
+        "recipe": recipe,
         "tokenizer": tokenizer.hash,
         "files": [file.identity() for file in files],
     }
@@ -164,11 +168,12 @@ def _write_parts(
         if problem := difference(Path(path), recorded):
             raise DamagedDataError(_other_input(problem))
     counts = _Counts(settings)
-    seen: set[bytes] = set()
+    duplicates = DuplicateIndex(settings)
     for file, of_file in enumerate(reports):
         for number, report in enumerate(of_file):
             counts.add(Counter(report["skipped"]), report["broken"], sum(report["documents"]))
-            seen.update(read_digests(parts, file, number))
+            for record in read_records(parts, file, number, duplicates.record_bytes):
+                duplicates.add(record)
     if all(of_file and of_file[-1]["last"] for of_file in reports):
         counts.check_at_end()
         return
@@ -190,7 +195,7 @@ def _write_parts(
                 if block is not None and outcomes is not None:
                     for key, outcome in enumerate(_result(outcomes, block)):
                         counts.add(outcome.skipped, len(outcome.broken), len(outcome.lengths), outcome.broken)
-                        part.add(key, outcome, seen)
+                        part.add(key, outcome, duplicates)
                         speed.documents += len(outcome.lengths)
                         speed.text_bytes += sum(outcome.sizes)
                     part.blocks += 1

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,29 @@ from numpy.typing import NDArray
 from ..atomic_io import atomic_write
 from ..checksum import DamagedDataError, Record, difference, read_sealed, record_of, write_sealed
 from ..corpus.discovery import SourceFile
-from ..corpus.document_sources import SourceTable, read_sources_file, sources_path, write_sources
+from ..corpus.document_sources import UNKNOWN, SourceTable, read_sources_file, sources_path, write_sources
 from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from ..manifest import describe_tokenizer, manifest_path, write_manifest
 from ..tokenizer import Tokenizer, padded_vocab_size
 from .encode import Encoded, PreprocessingSettings
-
-DIGEST_BYTES = 17  # number of the text key, then digest of the text
+from .filters import DuplicateIndex
 
 
 class Output:
-    """Write a pair of token files, and collect the sources and text bytes of its documents."""
+    """Write a pair of token files, and collect the sources of its documents and the bytes of text per source."""
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
-        self.writer, self.sources, self.bytes = IndexedWriter(prefix, dtype), SourceTable(), 0
+        self.writer, self.sources = IndexedWriter(prefix, dtype), SourceTable()
+        self.source_bytes: Counter[str] = Counter()
 
     def add(self, encoded: Encoded, selected: NDArray[np.bool_]) -> None:
         """Append the selected documents. selected: bool [documents]."""
         lengths, sizes = np.array(encoded.lengths, np.int64), np.array(encoded.sizes, np.int64)
         tokens = encoded.tokens if selected.all() else encoded.tokens[np.repeat(selected, lengths)]
         self.writer.add_documents(tokens, lengths[selected])
-        self.bytes += int(sizes[selected].sum())
         for document in np.flatnonzero(selected):
             self.sources.add(encoded.sources[document])
+            self.source_bytes[encoded.sources[document] or UNKNOWN] += int(sizes[document])
 
     def describe(self) -> dict[str, Any]:
         """Write the sources of the finished token files, and return their counts and checksums for the manifest."""
@@ -46,41 +47,45 @@ class Output:
             checksums["sources.npy"] = write_sources(prefix, self.sources.ids)
         else:
             sources_path(prefix).unlink(missing_ok=True)
+        size = self.source_bytes.total()
         tokens = bin_path(prefix).stat().st_size // self.writer.dtype.itemsize
         return {
             "documents": self.writer.num_documents,
             "tokens": tokens,
-            "bytes": self.bytes,
-            "bytes_per_token": round(self.bytes / tokens, 4),
+            "bytes": size,
+            "bytes_per_token": round(size / tokens, 4),
             "sources": self.sources.names,
+            "source_bytes": [self.source_bytes[name] for name in self.sources.names],
             "checksums": checksums,
         }
 
 
 class Shard:
-    """Write the outputs of some blocks of one input file: one pair of token files per name, the digests of the documents, and
-    a report that marks the shard as finished."""
+    """Write the outputs of some blocks of one input file: one pair of token files per name, the duplicate records of the
+    documents, and a report that marks the shard as finished."""
 
     def __init__(self, folder: Path, file: int, number: int, settings: PreprocessingSettings, dtype: np.dtype) -> None:
         self.folder, self.name, self.settings = folder, _shard_name(file, number), settings
         self.outputs = [Output(folder / f"{self.name}_{name}", dtype) for name in settings.names()]
         self.skipped: Counter[str] = Counter()
         self.broken = self.blocks = 0
-        self.digests: list[bytes] = []
+        self.records: list[bytes] = []
 
-    def add(self, key: int, outcome: Encoded, seen: set[bytes]) -> None:
-        """Add the documents of a block for text key number ``key``. seen: digests of all documents so far, updated in place."""
+    def add(self, key: int, outcome: Encoded, duplicates: DuplicateIndex) -> None:
+        """Add the documents of a block for text key number ``key``. duplicates: all documents so far, updated in place."""
         self.skipped.update(outcome.skipped)
         self.broken += len(outcome.broken)
         unique = np.ones(len(outcome.lengths), bool)
-        if self.settings.deduplicate:
-            for document, digest in enumerate(outcome.digests):
-                digest = bytes([key]) + digest
-                unique[document] = digest not in seen
-                if unique[document]:
-                    seen.add(digest)
-                    self.digests.append(digest)
-            self.skipped["repeat"] += int((~unique).sum())
+        if self.settings.deduplicate or self.settings.filters.near_duplicates:
+            signatures = outcome.signatures or [b""] * len(outcome.digests)
+            for document, (digest, signature) in enumerate(zip(outcome.digests, signatures, strict=True)):
+                record = bytes([key]) + digest + signature
+                reason = duplicates.reason(record)
+                unique[document] = reason is None
+                if reason is None:
+                    self.records.append(record)
+                else:
+                    self.skipped[reason] += 1
         sides = max(1, len(self.settings.split))
         for side in range(sides):
             self.outputs[key * sides + side].add(outcome, unique & (np.array(outcome.sides) == side))
@@ -104,11 +109,11 @@ class Shard:
                 writer.abandon()
         digests = self.folder / f"{self.name}.digests"
         with atomic_write(digests) as file:
-            file.write(b"".join(self.digests))
+            file.write(b"".join(self.records))
         records[digests.name] = record_of(digests)
         report = {
             "documents": documents,
-            "bytes": [output.bytes for output in self.outputs],
+            "source_bytes": [output.source_bytes for output in self.outputs],
             "sources": [output.sources.all_names for output in self.outputs],
             "skipped": dict(self.skipped),
             "broken": self.broken,
@@ -152,7 +157,7 @@ def finished_reports(parts: Path, files: int) -> list[list[dict[str, Any]]]:
 
 def _intact_report(path: Path) -> dict[str, Any]:
     """Return the report of a shard. Raises DamagedDataError; the content of large token files is compared at the join."""
-    report = read_sealed(path, "it is written again", "files")
+    report = read_sealed(path, "it is written again", "files", "source_bytes")
     for name, record in report["files"].items():
         if problem := difference(path.with_name(name), record):
             raise DamagedDataError(problem)
@@ -163,10 +168,10 @@ def _report_path(parts: Path, name: str) -> Path:
     return parts / f"{name}.report"
 
 
-def read_digests(parts: Path, file: int, number: int) -> Iterator[bytes]:
-    """Return the digests of the documents of a finished shard, DIGEST_BYTES each."""
+def read_records(parts: Path, file: int, number: int, size: int) -> Iterator[bytes]:
+    """Return the duplicate records of a finished shard, ``size`` bytes each."""
     content = (parts / f"{_shard_name(file, number)}.digests").read_bytes()
-    return (content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES))
+    return (content[at : at + size] for at in range(0, len(content), size))
 
 
 def join_shards(
@@ -210,13 +215,21 @@ def join_shards(
                         part = parts / f"{_shard_name(file, number)}_{name}"
                         output.writer.add_file(part, report["files"][f"{part.name}.bin"])
                         output.sources.extend(report["sources"][index], read_sources_file(sources_path(part)))
-                        output.bytes += report["bytes"][index]
+                        output.source_bytes.update(report["source_bytes"][index])
         manifests[name] = {
             "made_from": made_from,
             "files": len(files),
             **output.describe(),
             "append_eod": settings.append_eod,
             "skipped": {reason: count for reason, count in sorted(skipped.items()) if count},
+            "settings": {
+                "split": ",".join(f"{share:g}" for share in settings.split) or "none",
+                "min_characters": settings.min_characters,
+                "deduplicate": settings.deduplicate,
+                "ftfy": settings.ftfy,
+                **asdict(settings.filters),
+                "languages": ",".join(settings.filters.languages) or "all",
+            },
             "tokenizer": describe_tokenizer(tokenizer, prefix.parent),
             "padded_vocab_size": padded_vocab_size(tokenizer.vocab_size),
             "documents_of_files": [[str(file.path), count] for file, count in zip(files, by_file, strict=True)],

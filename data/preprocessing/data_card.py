@@ -1,0 +1,73 @@
+"""Write a data card beside token files: sources, licences, sizes, and the documents that filters removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..atomic_io import write_text
+from ..corpus.document_sources import read_sources
+from ..indexed import IndexedTokens
+
+
+def write_data_cards(manifests: Mapping[Path, Mapping[str, Any]], licences: Mapping[str, str]) -> list[Path]:
+    """Write ``{prefix}.md`` for the manifest of each prefix, and return the paths.
+
+    licences: licence per source name. Raises ValueError for a name that no document has.
+    """
+    known = sorted({name for manifest in manifests.values() for name in manifest["sources"]})
+    if unknown := sorted(licences.keys() - set(known)):
+        documents = sum(manifest["documents"] for manifest in manifests.values())
+        raise ValueError(
+            f"the licences name the source {', '.join(map(repr, unknown))}, which 0 of {documents:,} documents have;"
+            f" allowed are {', '.join(map(repr, known)) or 'none: the records name no source (--source-key)'}"
+        )
+    return [_write_data_card(prefix, manifest, licences) for prefix, manifest in manifests.items()]
+
+
+def _write_data_card(prefix: Path, manifest: Mapping[str, Any], licences: Mapping[str, str]) -> Path:
+    file = IndexedTokens(prefix)
+    names, ids = read_sources(prefix, len(file))
+    documents = np.bincount(ids, minlength=len(names))
+    tokens = np.bincount(ids, file.sizes, minlength=len(names)).astype(np.int64)
+    sizes = manifest.get("source_bytes") or [manifest["bytes"]]
+    rows = sorted(zip(names, documents, tokens, sizes, strict=True), key=lambda row: -row[2])
+    lines = [
+        f"# {prefix.name.removesuffix('_document')}",
+        "",
+        f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens, {manifest['bytes']:,} bytes of text,"
+        f" {manifest['bytes_per_token']:.3f} bytes per token. Tokenizer: {manifest['tokenizer']['type']}"
+        f" {Path(manifest['tokenizer']['path'] or '').name}, {manifest['tokenizer']['vocab_size']:,} entries, hash"
+        f" {manifest['tokenizer']['hash']}.",
+        "",
+        "## Sources",
+        "",
+        "| source | licence | documents | tokens | share of tokens | bytes per token |",
+        "|---|---|---:|---:|---:|---:|",
+        *(
+            f"| {name} | {licences.get(name, 'not given')} | {count:,} | {length:,} | {length / manifest['tokens']:.1%} |"
+            f" {size / max(1, length):.3f} |"
+            for name, count, length, size in rows
+        ),
+        "",
+        "## Removed documents",
+        "",
+        "Counts cover all outputs of the job that wrote this file. A document counts under the first reason.",
+        "",
+        "| reason | documents |",
+        "|---|---:|",
+        *(f"| {reason} | {count:,} |" for reason, count in manifest["skipped"].items()),
+        "",
+        "## Settings",
+        "",
+        "| setting | value |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in manifest.get("settings", {}).items()),
+        f"| input files | {manifest['files']:,} |",
+    ]
+    path = Path(f"{prefix}.md")
+    write_text(path, "\n".join(lines) + "\n")
+    return path

@@ -1,0 +1,161 @@
+"""Filters of a corpus: near duplicates, quality, language; and the data card that counts what they remove."""
+
+import random
+
+import numpy as np
+import pytest
+
+from data.corpus.discovery import source_files
+from data.corpus.ngrams import ngram_hashes
+from data.indexed import IndexedTokens
+from data.manifest import read_manifest
+from data.preprocessing import filters as module
+from data.preprocessing.encode import PreprocessingSettings
+from data.preprocessing.filters import Filters, document_filter, quality_problem
+from data.preprocessing.pipeline import preprocess
+from tests.data.inline_pool import Inline
+from tests.data.preprocessing.test_preprocess_data import decoded, outputs, write
+from tools.preprocess_data import main
+
+PROSE = "The old house stood at the end of a road that few people used, and it had been empty for many years."
+DEDUPLICATED = Filters(near_duplicates=0.7)
+
+
+def text_of(seed: int, words: int = 200) -> list[str]:
+    draw = random.Random(seed)
+    return [f"word{draw.randrange(3000)}" for _ in range(words)]
+
+
+def jaccard(a: str, b: str, words: int) -> float:
+    first, second = set(ngram_hashes(a, words).tolist()), set(ngram_hashes(b, words).tolist())
+    return len(first & second) / len(first | second)
+
+
+def test_ngrams_ignore_case_and_punctuation_and_depend_on_order():
+    assert (ngram_hashes("The cat, sat on A mat!", 3) == ngram_hashes("the cat sat -- on a mat", 3)).all()
+    assert len(ngram_hashes("a b c d e f", 5)) == 2
+    assert len(ngram_hashes("a b a b a b", 2)) == 2
+    assert not np.intersect1d(ngram_hashes("a b c", 3), ngram_hashes("c b a", 3)).size
+    assert len(ngram_hashes("two words", 13)) == len(ngram_hashes("?!", 13)) == 1
+
+
+def test_near_duplicates_are_skipped_and_other_documents_kept(tmp_path, inline):
+    base, other = text_of(0), text_of(1)
+    near = [*base[:100], "changed", *base[101:]]
+    far = [*base[:100], *text_of(2, 100)]
+    texts = [" ".join(words) for words in (base, other, near, far)]
+    assert jaccard(texts[0], texts[2], 5) > 0.9 > 0.5 > jaccard(texts[0], texts[3], 5)
+    path = write(tmp_path / "x.jsonl", [{"text": text} for text in [*texts, texts[0]]])
+    settings = PreprocessingSettings("bytes", deduplicate=True, filters=DEDUPLICATED)
+    manifest = preprocess(source_files(path), tmp_path / "out", settings, progress=False)["text"]
+    assert decoded(tmp_path / "out_text_document") == [texts[0], texts[1], texts[3]]
+    assert manifest["skipped"] == {"near repeat": 1, "repeat": 1}
+
+
+def test_signatures_do_not_depend_on_the_size_of_an_update(monkeypatch):
+    text = " ".join(text_of(3, 500))
+    whole = module.signature(text, DEDUPLICATED)
+    monkeypatch.setattr(module, "_ROWS", 64)
+    assert module.signature(text, DEDUPLICATED) == whole
+    assert len(whole) == module.SIGNATURE_BYTES
+
+
+def test_near_duplicates_after_a_kill_equal_those_of_one_job(tmp_path, inline):
+    for number, name in enumerate("abc"):
+        records = [" ".join([*text_of(seed)[:190], name]) for seed in range(number, number + 3)]
+        write(tmp_path / f"{name}.jsonl", [{"text": text} for text in records])
+    files, settings = source_files(str(tmp_path / "*.jsonl")), PreprocessingSettings("bytes", filters=DEDUPLICATED)
+    manifest = preprocess(files, tmp_path / "whole", settings, progress=False)["text"]
+    assert (manifest["documents"], manifest["skipped"]) == (5, {"near repeat": 4})
+    Inline.stop_at = "c.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(files, tmp_path / "cut", settings, progress=False)
+    Inline.stop_at = None
+    preprocess(files, tmp_path / "cut", settings, progress=False)
+    whole, cut = ({name[-4:]: content for name, content in outputs(tmp_path / p).items()} for p in ("whole", "cut"))
+    assert whole == cut
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("\n".join(f"{PROSE} It is page {n}." for n in range(5)), None),
+        (PROSE, "number of words"),
+        ("of the " + "a b " * 100, "word length"),
+        (f"{PROSE} " * 3 + "# " * 8, "symbols"),
+        (PROSE * 3 + " 1234" * 60, "words without a letter"),
+        ("one common phrase without such words stands here " * 10, "stop words"),
+        ("\n".join(f"- {PROSE} {n}" for n in range(5)), "bullet lines"),
+        ("\n".join(f"{PROSE} {n}..." for n in range(5)), "lines that end with an ellipsis"),
+        ("\n".join([PROSE] * 5), "repeated lines"),
+        ("\n".join(f"{PROSE} {n}" for n in range(20)) + "\n\nthe end" * 4, "repeated paragraphs"),
+    ],
+)
+def test_quality_rules(text, problem):
+    assert quality_problem(text) == (problem and f"quality: {problem}")
+
+
+def test_language_filter_keeps_the_given_languages():
+    english, german = PROSE * 2, "Das alte Haus stand am Ende einer Straße, die nur wenige Menschen benutzten. " * 2
+    keep = document_filter(Filters(languages=("en",)))
+    assert (keep(english), keep(german)) == (None, "language")
+    assert document_filter(Filters(languages=("de", "en")))(german) is None
+
+
+def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
+    records = [{"text": f"{PROSE} {n} " * 4, "meta": {"pile_set_name": "ab"[n % 2]}} for n in range(4)]
+    records += [{"text": " ".join(text_of(4))}, {"text": "kurz"}, records[0]]
+    path = write(tmp_path / "x.jsonl", records)
+    (tmp_path / "licences.yml").write_text("a: CC BY 4.0\n")
+    words = [
+        "--input",
+        str(path),
+        "--tokenizer-type",
+        "bytes",
+        "--append-eod",
+        "--output-prefix",
+        str(tmp_path / "out"),
+    ]
+    words += ["--quality", "--deduplicate", "--no-progress", "--data-card", str(tmp_path / "licences.yml")]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "skipped: 1 quality: number of words, 1 quality: stop words, 1 repeat" in printed
+    card = (tmp_path / "out_text_document.md").read_text()
+    size = sum(len(record["text"]) for record in records[:4:2])
+    assert f"| a | CC BY 4.0 | 2 | {size + 2:,} | 50.0% | {size / (size + 2):.3f} |" in card
+    assert "| b | not given | 2 |" in card
+    assert "| repeat | 1 |" in card
+    assert "| quality | True |" in card
+    manifest = read_manifest(tmp_path / "out_text_document")
+    assert manifest is not None
+    assert manifest["source_bytes"] == [size, size]
+    # The card of finished token files is written again, and a source that no document has is refused.
+    (tmp_path / "licences.yml").write_text("c: MIT\n")
+    assert main(words) == 2
+    assert "the source 'c', which 0 of 4 documents have; allowed are 'a', 'b'" in capsys.readouterr().err
+    (tmp_path / "licences.yml").write_text("[a, b]\n")
+    assert main(words) == 2
+    assert "one line per source, SOURCE: LICENCE, is allowed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--near-duplicates", "1"], "near-duplicate threshold 1.0 must be from 0.3 to 0.98"),
+        (["--languages", "english"], "language english is unknown; allowed: ace, "),
+    ],
+)
+def test_filters_refuse_other_values(tmp_path, inline, capsys, words, message):
+    path = write(tmp_path / "x.jsonl", [{"text": "a"}])
+    common = ["--input", str(path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
+    assert main([*common, *words]) == 2
+    assert message in capsys.readouterr().err
+
+    """Ignore the shingle size without near-duplicate removal: it makes no other output."""
+    """The shingle size has no effect without near-duplicate removal, so it makes no other output."""
+    path = write(tmp_path / "x.jsonl", [{"text": "a"}])
+    words = ["--input", str(path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert main([*words, "--shingle-words", "13"]) == 0
+    assert "complete: written before" in capsys.readouterr().out
+    assert IndexedTokens(tmp_path / "out_text_document").num_documents == 1
