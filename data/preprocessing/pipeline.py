@@ -172,8 +172,8 @@ def _write_parts(
     for file, of_file in enumerate(reports):
         for number, report in enumerate(of_file):
             counts.add(Counter(report["skipped"]), report["broken"], sum(report["documents"]))
-            for record in read_records(parts, file, number, duplicates.record_bytes):
-                duplicates.add(record)
+            for of_document in read_records(parts, file, number, duplicates.record_bytes):
+                duplicates.add(of_document)
     if all(of_file and of_file[-1]["last"] for of_file in reports):
         counts.check_at_end()
         return
