@@ -103,12 +103,37 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
     return path, is_own, is_own and is_own_checkpoint(resume, directory)
 
 
-def check_start(config: CheckpointConfig) -> None:
-    """Raise CheckpointError as `find_start`, without archiving checkpoints and without reading all of one."""
+def check_start(config: CheckpointConfig, sequence_length: int) -> None:
+    """Raise as `find_start` and `check_length`, without archiving checkpoints and without reading all of one."""
     if config.resume not in ("never", "newest_readable"):
-        source = _named_source(Path(config.directory), config.resume)
+        directory = Path(config.directory)
+        source = _named_source(directory, config.resume)
         if source is not None:
-            read_manifest(source)
+            is_own = source.resolve().parent == directory.resolve()
+            check_length(StartPoint(source, is_own, False, read_manifest(source)), sequence_length)
+
+
+def check_length(start: StartPoint, sequence_length: int) -> None:
+    """Raise ValueError unless a run keeps its sequence length, and a new run is no shorter than the one it starts from.
+
+    An imported checkpoint has completed no steps and allows every length.
+    """
+    if start.manifest["step"] == 0:
+        return
+    trained = read_config_yaml(start.path)["batch"].get("sequence_length")
+    if start.is_own and trained != sequence_length:
+        raise ValueError(
+            f"batch.sequence_length = {sequence_length}: {start.path} was trained with {trained}, and its position in the "
+            f"data counts samples of that length; set batch.sequence_length={trained}, or start another length stage as a "
+            f"run of its own: run.name=NAME checkpoint.resume={start.path.parent.parent}"
+        )
+    if sequence_length < trained:
+        raise ValueError(
+            f"batch.sequence_length = {sequence_length}: a length stage cannot start from a longer one, and "
+            f"checkpoint.resume = {start.path} was trained with {trained}; at least {trained} is allowed. Set "
+            f"batch.sequence_length={trained}, or name a shorter stage in checkpoint.resume. Shorter samples need the "
+            "model without its stages: python -m tools.convert_hf export, then import"
+        )
 
 
 def _named_source(directory: Path, resume: str) -> Path | None:

@@ -85,7 +85,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
     )
     _time_layers(model, length, device, DTYPES[sample_dtype])
     check_data(config.data, model.vocab_size, config.batch.sequence_length)
-    check_start(config.checkpoint)
+    check_start(config.checkpoint, config.batch.sequence_length)
     _print("start        data and checkpoint are readable")
     return 0
 

@@ -12,7 +12,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.checkpointer import Checkpointer, check_shapes
-from megatron_lite.checkpoint.resume import StartPoint, find_start, restore
+from megatron_lite.checkpoint.resume import StartPoint, check_length, find_start, restore
 from megatron_lite.config.loader import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
@@ -57,6 +57,8 @@ def prepare_run(
     # If only the end is missing, such as the last validation, the trainer does it.
     if start is not None and start.is_own and on_main(grid, lambda: is_complete(config, start.manifest)):
         return _complete_run(config, start, grid)
+    if start is not None:
+        on_main(grid, lambda: check_length(start, config.batch.sequence_length))
 
     data, tokenizer = _open_data(config, start, grid)
     dtype = _dtype(config, start, grid)
