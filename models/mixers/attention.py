@@ -1,4 +1,4 @@
-"""Softmax attention: rotary positions, grouped queries, a key-value cache. The baseline of the linear mixers."""
+"""Softmax attention: rotary positions, grouped queries, sliding window, a key-value cache. The baseline of linear mixers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
-from ..backend import replaceable
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..operators.attention_over_ranks import attention_over_ranks, whole
 from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state
+from ..operators.dot_product import dot_product
+from ..operators.rotary import Yarn, rotary, rotate
 from ..operators.varlen import check_packed, segment_starts
-from ..options import ModelShape, option, require_at_least, require_divisor
+from ..options import ModelShape, option, require_at_least, require_divisor, require_positive
+from ..recompute import recomputable
+
+_KEY = "model.mixer_options.attention"
 
 
 @dataclass(frozen=True)
@@ -24,63 +27,122 @@ class AttentionOptions:
     """Hold the settings of the attention mixer."""
 
     num_kv_heads: int | None = option(None, "Heads of keys and values; null: as many as queries (model.num_heads).")
-    rotary_pct: float = option(1.0, "Fraction of each head's channels with rotary positions; 0: no positions.")
+    rotary_pct: float = option(1.0, "Fraction of each head's channels with rotary positions; 0: no positions (NoPE).")
     rotary_base: float = option(10000.0, "Base of the rotary wavelengths.")
-    bias: bool = option(False, "Biases in the four projections.")
+    nope_layers: tuple[int, ...] = option((), "Layers without rotary positions (NoPE), counted from 0.")
+    yarn_factor: float | None = option(
+        None, "YaRN (arXiv 2309.00071): the context is this many times yarn_original_length. null: no YaRN."
+    )
+    yarn_original_length: int | None = option(None, "Tokens of the context before YaRN; needed with yarn_factor.")
+    yarn_beta_fast: float = option(32.0, "YaRN keeps frequencies with more rotations than this in the original length.")
+    yarn_beta_slow: float = option(1.0, "YaRN divides frequencies with fewer rotations than this by yarn_factor.")
+    yarn_attention_factor: float | None = option(
+        None, "Factor of the rotated channels of queries and keys with YaRN. null: 0.1 ln(yarn_factor) + 1."
+    )
+    window: int | None = option(
+        None, "Sliding window: a token attends to itself and window - 1 earlier tokens. null: to all earlier tokens."
+    )
+    full_layers: tuple[int, ...] = option(
+        (), "Layers that attend to all earlier tokens despite window, counted from 0."
+    )
+    qk_norm: bool = option(False, "RMSNorm with a learned gain per head on queries and keys, before the rotation.")
+    output_gate: bool = option(False, "Multiply the output before its projection by sigmoid(W x), per channel.")
+    bias: bool = option(False, "Biases in the projections.")
     causal: bool = option(True, "true: a token attends to itself and earlier tokens only. false: to all.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.rotary_pct <= 1:
-            raise ValueError(f"model.mixer_options.attention.rotary_pct = {self.rotary_pct}: must be between 0 and 1")
-        require_at_least("attention", self, 1, "num_kv_heads")
+            raise ValueError(f"{_KEY}.rotary_pct = {self.rotary_pct}: must be between 0 and 1")
+        require_at_least("attention", self, 1, "num_kv_heads", "window", "yarn_factor", "yarn_original_length")
+        require_positive("attention", self, "yarn_beta_slow")
+        if self.window is not None and not self.causal:
+            raise ValueError(f"{_KEY}.window = {self.window} with causal = false: set causal = true, or remove window")
+        if self.yarn_factor is not None and self.yarn_original_length is None:
+            raise ValueError(
+                f"{_KEY}.yarn_factor = {self.yarn_factor} needs yarn_original_length: set it to the length, in tokens, that "
+                "the model was trained with before"
+            )
+        if not self.yarn_beta_fast > self.yarn_beta_slow:
+            raise ValueError(
+                f"{_KEY}.yarn_beta_fast = {self.yarn_beta_fast}: must be greater than yarn_beta_slow = {self.yarn_beta_slow}"
+            )
+        if self.yarn_attention_factor is not None:
+            require_positive("attention", self, "yarn_attention_factor")
+
+    @property
+    def yarn(self) -> Yarn | None:
+        """Return the settings of YaRN, None without it."""
+        if self.yarn_factor is None or self.yarn_original_length is None:
+            return None
+        return Yarn(
+            self.yarn_factor,
+            self.yarn_original_length,
+            self.yarn_beta_fast,
+            self.yarn_beta_slow,
+            self.yarn_attention_factor,
+        )
 
 
 class Attention(nn.Module):
     """Compute softmax(q k^T / sqrt(head_dim)) v per head, Vaswani et al. 2017.
 
     Rotary positions: Su et al. 2021 (arXiv 2104.09864), in the half-split layout of GPT-NeoX. Grouped queries: Ainslie et al.
-    2023 (arXiv 2305.13245).
+    2023 (arXiv 2305.13245). Sliding window: Beltagy et al. 2020 (arXiv 2004.05150), counted as in Mistral 7B (arXiv
+    2310.06825). QK-norm: Qwen3 (arXiv 2505.09388). Output gate: Qiu et al. 2025 (arXiv 2505.06708).
     """
 
     Options = AttentionOptions
-    state_size: ClassVar[str] = "2 d * kv_heads / heads per token seen"
+    state_size: ClassVar[str] = "2 d * kv_heads / heads per token seen, at most window - 1"
     supports_context_parallel: ClassVar[bool] = True
+    # Every tensor-parallel rank uses the whole gains, and its heads compute a part of their gradients.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",
         "v_proj": "column",
+        "gate_proj": "column",
+        "q_norm_weight": "partial_grad",
+        "k_norm_weight": "partial_grad",
         "out_proj": "row",
     }
     project_inputs_is_entry: ClassVar[bool] = True
-    parameter_kinds: ClassVar[dict[str, str]] = {}
+    parameter_kinds: ClassVar[dict[str, str]] = {"q_norm_weight": "norm", "k_norm_weight": "norm"}
 
     def __init__(self, config: ModelShape, layer_index: int, options: AttentionOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.options = options
         self.head_dim = size // config.num_heads
-        self.rotary_dim = int(self.head_dim * options.rotary_pct) // 2 * 2
+        self.window = None if layer_index in options.full_layers else options.window
+        rotary_pct = 0.0 if layer_index in options.nope_layers else options.rotary_pct
+        self.rotary_dim = int(self.head_dim * rotary_pct) // 2 * 2
         kv_size = self.head_dim * (options.num_kv_heads or config.num_heads)
         self.q_proj = linear(config, size, size, bias=options.bias)
         self.k_proj = linear(config, size, kv_size, bias=options.bias)
         self.v_proj = linear(config, size, kv_size, bias=options.bias)
+        self.gate_proj = linear(config, size, size, bias=options.bias) if options.output_gate else None
+        self.q_norm_weight = nn.Parameter(torch.ones(self.head_dim)) if options.qk_norm else None
+        self.k_norm_weight = nn.Parameter(torch.ones(self.head_dim)) if options.qk_norm else None
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
         self.project_inputs: FusedProjections = apply_each
         # An attribute, so that a trainer can replace it.
-        self.dot_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor] = dot_product
-        self._size, self._kv_size = size, kv_size
+        self.dot_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, int | None], Tensor] = dot_product
+        self._size, self._kv_size, self._norm_eps = size, kv_size, config.norm_eps
 
     @staticmethod
     def check(config: ModelShape, options: AttentionOptions) -> None:
-        """Raise ValueError if num_kv_heads does not divide model.num_heads."""
+        """Raise ValueError if num_kv_heads does not divide model.num_heads, or for a layer that has no attention."""
         if options.num_kv_heads is not None:
-            key = "model.mixer_options.attention.num_kv_heads"
-            require_divisor(key, options.num_kv_heads, "model.num_heads", config.num_heads)
+            require_divisor(f"{_KEY}.num_kv_heads", options.num_kv_heads, "model.num_heads", config.num_heads)
+        layers = [i for i in range(config.num_layers) if config.mixer_of(i) == "attention"]
+        for key in ("nope_layers", "full_layers"):
+            for layer in getattr(options, key):
+                if layer not in layers:
+                    raise ValueError(f"{_KEY}.{key}: layer {layer} has no attention; allowed are {layers}")
 
     @staticmethod
     def sharded_sizes(config: ModelShape, options: AttentionOptions) -> dict[str, int]:
         """Return num_kv_heads: tensor parallelism also splits the heads of keys and values."""
-        return {"model.mixer_options.attention.num_kv_heads": options.num_kv_heads or config.num_heads}
+        return {f"{_KEY}.num_kv_heads": options.num_kv_heads or config.num_heads}
 
     def forward(
         self,
@@ -92,8 +154,9 @@ class Attention(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Compute the layer.
 
-        The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim] and "mask" [batch, seen] bool; with
-        cu_seqlens one row per segment, padded on the right. Raises ValueError for a state if not causal.
+        The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim], "mask" [batch, seen] bool and "seen"
+        [batch, 1], the number of real tokens; with cu_seqlens one row per segment, padded on the right. With a window it has
+        the last window - 1 real tokens, padded on the left. Raises ValueError for a state if not causal.
         """
         if not self.options.causal and (state is not None or return_state):
             raise ValueError(
@@ -101,28 +164,50 @@ class Attention(nn.Module):
                 "from: call it without state and return_state, or set causal = true"
             )
         group = context_parallel_group()
+        if group is not None and (state is not None or return_state):
+            refuse_state()
+        q, k, v, *gate = self._project(x)
+        new_state: dict[str, Tensor] = {}
         if group is not None:
-            if state is not None or return_state:
-                refuse_state()
-            return self._over_ranks(group, x, mask, cu_seqlens)
-        if cu_seqlens is not None:
-            return self._packed(x, mask, cu_seqlens, state, return_state)
-        q, k, v = self._project(x)
-        o, new_state = self._attend(q, k, v, mask, state, return_state)
-        y = self.out_proj(o.flatten(-2))
+            o = self._over_ranks(group, q, k, v, mask, cu_seqlens)
+        elif cu_seqlens is not None:
+            check_packed(x, cu_seqlens)
+            o, new_state = self._packed(q, k, v, mask, cu_seqlens, state, return_state)
+        else:
+            o, new_state = self._attend(q, k, v, mask, state, return_state)
+        o = o.flatten(-2)
+        if gate:
+            attended, o = o, _gated(o, *gate)
+            recomputable(o, _gated, attended, *gate)
+        y = self.out_proj(o)
         return (y, new_state) if return_state else y
 
     def _project(self, x: Tensor) -> list[Tensor]:
-        """Return q, k and v [batch, length, heads, head_dim] before rotation."""
-        projected = self.project_inputs(x, (self.q_proj, self.k_proj, self.v_proj))
-        return [y.unflatten(-1, (-1, self.head_dim)) for y in projected]
+        """Return q, k and v [batch, length, heads, head_dim] before rotation, and the logits of the output gate if any."""
+        gates = () if self.gate_proj is None else (self.gate_proj,)
+        q, k, v, *gate = self.project_inputs(x, (self.q_proj, self.k_proj, self.v_proj, *gates))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if self.q_norm_weight is not None:
+            q = F.rms_norm(q, (self.head_dim,), self.q_norm_weight, self._norm_eps)
+            k = F.rms_norm(k, (self.head_dim,), self.k_norm_weight, self._norm_eps)
+        return [q, k, v, *gate]
+
+    def _rotate(self, position: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the inputs [batch, length, heads, head_dim] rotated by their positions [batch, length]."""
+        cos, sin = rotary(position, self.rotary_dim, self.options.rotary_base, self.options.yarn)
+        return tuple(rotate(x, cos, sin) for x in inputs)
 
     def _over_ranks(
-        self, group: ContextParallelGroup, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        group: ContextParallelGroup,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> Tensor:
-        """Compute `forward` of the local shard of a sequence."""
-        q, k, v = self._project(x)
-        length = x.shape[1]
+        """Return o of the local shard of a sequence."""
+        length = q.shape[1]
         real = None if mask is None else whole(group, mask)
         if self.rotary_dim:
             # Positions count real tokens of the segment.
@@ -131,37 +216,44 @@ class Attention(nn.Module):
             if cu_seqlens is not None:
                 segment, _ = segment_starts(cu_seqlens, length * group.count)
                 position = position - F.pad(position + 1, (1, 0))[:, cu_seqlens[:-1].long()][:, segment]
-            own = position[:, group.index * length : (group.index + 1) * length]
-            cos, sin = _rotary(own, self.rotary_dim, self.options.rotary_base)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        o = attention_over_ranks(
-            group, q, k, v, real, cu_seqlens, causal=self.options.causal, dot_product=self.dot_product
-        )  # fmt: skip
-        return self.out_proj(o.flatten(-2))
+            q, k = self._rotate(position[:, group.index * length : (group.index + 1) * length], q, k)
+        return attention_over_ranks(
+            group,
+            q,
+            k,
+            v,
+            real,
+            cu_seqlens,
+            causal=self.options.causal,
+            window=self.window,
+            dot_product=self.dot_product,
+        )
 
     def _packed(
         self,
-        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         mask: Tensor | None,
         cu_seqlens: Tensor,
         state: dict[str, Tensor] | None,
         return_state: bool,
-    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Compute `forward` of packed segments: each becomes a row, padded on the right."""
-        check_packed(x, cu_seqlens)
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return o and the new state of packed segments: each becomes a row, padded on the right."""
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         lengths = ends - starts
-        if x.shape[1] and state is None and not return_state:
+        stateless = state is None and not return_state
+        if q.shape[1] and stateless:
             # Batches of a fixed shape may end with empty segments, which need no row.
             starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-        place = torch.arange(int(lengths.max()), device=x.device)
+        place = torch.arange(int(lengths.max()), device=q.device)
         token = place < lengths[:, None]
         index = torch.where(token, starts[:, None] + place, 0)
-        q, k, v = (p[0][index] for p in self._project(x))
-        real = token if mask is None else token & mask[0][index]
-        o, new_state = self._attend(q, k, v, real, state, return_state)
-        y = self.out_proj(o.flatten(-2)[token][None])
-        return (y, new_state) if return_state else y
+        real: Tensor | None = token if mask is None else token & mask[0][index]
+        if mask is None and stateless and self.options.causal:
+            real = None  # no token reads the padding on its right
+        o, new_state = self._attend(q[0][index], k[0][index], v[0][index], real, state, return_state)
+        return o[token][None], new_state
 
     def _attend(
         self,
@@ -174,19 +266,17 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return o in q's shape, and the new state. q, k, v: [batch, length, heads, head_dim] before rotation."""
         batch, length = q.shape[:2]
-        plain = mask is None and not state
         real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if mask is None else mask
-        seen_mask = state["mask"] if state else real[:, :0]
-        past = seen_mask.shape[1]
+        seen = state["seen"] if state else torch.zeros(batch, 1, dtype=torch.int64, device=q.device)
         if self.rotary_dim:
             # Positions count real tokens, so that padding shifts nothing.
-            position = real.cumsum(1) - 1 + seen_mask.sum(1, keepdim=True)
-            cos, sin = _rotary(position, self.rotary_dim, self.options.rotary_base)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            q, k = self._rotate(real.cumsum(1) - 1 + seen, q, k)
+        keys_real = real
         if state:
             k, v = torch.cat([state["key"], k], 1), torch.cat([state["value"], v], 1)
-        keys_real = torch.cat([seen_mask, real], 1)
-        allowed = None if plain else self._allowed(keys_real, length, past)
+            keys_real = torch.cat([state["mask"], real], 1)
+        plain = mask is None and not state
+        allowed = None if plain else self._allowed(keys_real, length)
         grouped = q.shape[2] // k.shape[2]
         expand = [t.repeat_interleave(grouped, 2) if grouped > 1 else t for t in (k, v)]
         o = self.dot_product(
@@ -195,47 +285,57 @@ class Attention(nn.Module):
             expand[1].transpose(1, 2),
             allowed,
             plain and self.options.causal,
+            self.window,
         ).transpose(1, 2)
-        return o, {"key": k, "value": v, "mask": keys_real} if return_state else {}
+        if not return_state:
+            return o, {}
+        new_state = {"key": k, "value": v, "mask": keys_real}
+        if self.window is not None:
+            new_state = _last_real(new_state, self.window - 1, padded=mask is not None)
+        return o, {**new_state, "seen": seen + real.sum(1, keepdim=True)}
 
-    def _allowed(self, keys_real: Tensor, length: int, past: int) -> Tensor:
-        """Return which keys a query may attend to, [batch, 1, length, past + length] bool."""
-        key = torch.arange(past + length, device=keys_real.device)
-        query = torch.arange(length, device=keys_real.device)[:, None] + past
+    def _allowed(self, keys_real: Tensor, length: int) -> Tensor:
+        """Return which keys the last `length` tokens may attend to, [batch, 1, length, keys] bool.
+
+        keys_real: [batch, keys], True for real tokens. A window counts real tokens.
+        """
+        key = torch.arange(keys_real.shape[1], device=keys_real.device)
+        query = key[-length:, None] if length else key[:0, None]
         seen = keys_real[:, None, :]
         if self.options.causal:
             seen = seen & (key <= query)
+        if self.window is not None:
+            count = keys_real.cumsum(1)
+            seen = seen & (count[:, query] - count[:, None, :] < self.window)
         # A padded query attends to itself: some kernels return nan for a softmax over no key, and nan reaches the gradients.
         return (seen | (key == query))[:, None]
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add. If causal, half of the scores and values count."""
-        projections = 4 * self._size * self._size + 4 * self._size * self._kv_size
-        return projections + (2 if self.options.causal else 4) * self._size * length
+        """Return forward FLOPs per token, two per multiply-add. If causal, half of the scores and values count.
+
+        With a window w the mean over the tokens is w - w^2 / (2 length) keys.
+        """
+        gate = 0 if self.gate_proj is None else 2 * self._size * self._size
+        projections = 4 * self._size * self._size + 4 * self._size * self._kv_size + gate
+        if not self.options.causal:
+            return projections + 4 * self._size * length
+        window = length if self.window is None else min(self.window, length)
+        return projections + 4 * self._size * window - 2 * self._size * window * window // max(length, 1)
 
 
-@replaceable
-def dot_product(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
-    """Return softmax(q k^T / sqrt(head_dim)) v for q, k, v [batch, heads, length, head_dim].
+def _gated(o: Tensor, logits: Tensor) -> Tensor:
+    return o * logits.sigmoid()
 
-    allowed: bool, broadcastable to [batch, heads, query length, key length]; None if is_causal or without a mask.
-    is_causal: the last query and the last key are one token; there may be more keys than queries.
+
+def _last_real(state: dict[str, Tensor], count: int, *, padded: bool) -> dict[str, Tensor]:
+    """Return the last `count` real tokens of every row of [batch, tokens, ...], with padding on the left.
+
+    padded: padding may be among or behind the real tokens; otherwise it is before them.
     """
-    if is_causal and q.shape[2] != k.shape[2]:
-        allowed, is_causal = causal_lower_right(q.shape[2], k.shape[2]), False
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
-
-
-def _rotary(position: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, [batch, length, 1, dim / 2] in float32, for position [batch, length]."""
-    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=position.device) / dim)
-    angle = position.clamp_min(0)[:, :, None, None].float() * frequency
-    return angle.cos(), angle.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of every head, in pairs (c, c + dim / 2). Computed in float32, returned in x's dtype."""
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([*(t.to(x.dtype) for t in rotated), rest], -1)
+    if padded:
+        order = state["mask"].int().argsort(dim=1, stable=True)
+        row = torch.arange(len(order), device=order.device)[:, None]
+        state = {name: x[row, order] for name, x in state.items()}
+    # Negative padding removes tokens, and copies the others.
+    size = count - state["mask"].shape[1]
+    return {name: F.pad(x, (*(0, 0) * (x.dim() - 2), size, 0)) for name, x in state.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .context_parallel import ContextParallelGroup
 
-DotProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
+DotProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, int | None], Tensor]
 
 
 def attention_over_ranks(
@@ -28,14 +28,16 @@ def attention_over_ranks(
     cu_seqlens: Tensor | None,
     *,
     causal: bool,
+    window: int | None,
     dot_product: DotProduct,
 ) -> Tensor:
     """Return the attention of the local shard's queries to the keys of the whole sequence, in q's shape.
 
     q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim], local shards. mask: [batch, length * count]
     bool of the whole sequence, False for padding, or None. cu_seqlens: [segments + 1] of the whole sequence, or None; a query
-    then reads its own segment only. dot_product: (q, k, v [batch, heads, length, head_dim],
-    mask, is_causal) -> o; if causal, the last query and the last key are one token.
+    then reads its own segment only. window: with causal, a query reads its own key and window - 1 earlier real ones; None for
+    all. dot_product: (q, k, v [batch, heads, length, head_dim], mask, is_causal, window) -> o; if causal, the last query and the
+    last key are one token.
     """
     length, count = q.shape[1], group.count
     bounds = [0, length * count] if cu_seqlens is None else cu_seqlens.tolist()
@@ -45,21 +47,28 @@ def attention_over_ranks(
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
+    # The number of real keys up to each token, from which windows are measured.
+    counted = None if mask is None or window is None else mask.cumsum(1)
+
     def attend(first: int, last: int) -> Tensor:
         parts = []
         for start, end in pairwise(bounds):
             begin, stop = max(start, first), min(end, last)
             if begin >= stop:
                 continue
+            if window is not None and mask is None:
+                start = max(start, begin - window + 1)
             read = slice(start, stop if causal else end)
             allowed = None
             if mask is not None:
                 query, key = (torch.arange(*span, device=q.device) for span in ((begin, stop), (read.start, read.stop)))
                 seen = mask[:, None, read] & (key <= query[:, None]) if causal else mask[:, None, read]
+                if counted is not None:
+                    seen = seen & (counted[:, begin:stop, None] - counted[:, None, read] < window)
                 # A padded query attends to itself, as on one rank.
                 allowed = (seen | (key == query[:, None]))[:, None]
             parts.append(
-                dot_product(q[:, :, begin:stop], k[:, :, read], v[:, :, read], allowed, causal and mask is None)
+                dot_product(q[:, :, begin:stop], k[:, :, read], v[:, :, read], allowed, causal and mask is None, window)
             )
         return torch.cat(parts, 2)
 

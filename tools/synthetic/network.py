@@ -17,8 +17,9 @@ from models.language_model import LanguageModel, LayerSpec, build_layer, layer_s
 from models.layers.embedding import look_up
 from models.layers.norm import Norm
 from models.layers.projections import linear
-from models.mixers.attention import Attention, dot_product
+from models.mixers.attention import Attention
 from models.operators.cross_entropy import IGNORED_LABEL
+from models.operators.dot_product import dot_product
 from models.options import nearest_names
 
 from .experiment import Run
@@ -165,16 +166,19 @@ class Network(WithDropout):
         hidden = head.norm(self.rows(tokens, positions))
         return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
-        """Compute `models.mixers.attention.dot_product`, with dropout during training.
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool, window: int | None = None
+    ) -> Tensor:
+        """Compute `models.operators.dot_product.dot_product`, with dropout during training.
 
         PyTorch's attention dropout uses the default generator, which the runs of a group would share.
         """
         if not self._dropout_active:
-            return dot_product(q, k, v, allowed, is_causal)
+            return dot_product(q, k, v, allowed, is_causal, window)
         scores = q.float() @ k.float().transpose(-1, -2) * q.shape[-1] ** -0.5
         if is_causal:
             allowed = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+            allowed = allowed if window is None else allowed.triu(1 - window)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
         return self._dropout(scores.softmax(-1).to(v.dtype), self.attention_dropout) @ v

@@ -1,4 +1,4 @@
-"""The softmax attention mixer: against the formula, its rotation, grouped queries, cache, padding, packing."""
+"""The softmax attention mixer and its options: the formula, transformers, cache, padding, packing, refused values."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3NextConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
 
 from models.config import ModelConfig
 from models.mixers.attention import Attention, AttentionOptions
+from models.operators.dot_product import dot_product
+from models.operators.rotary import rotary
 
 SIZE, HEADS = 32, 4
 
@@ -27,6 +34,8 @@ def formula(layer: Attention, x: Tensor) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v per head and query, with rotations as complex numbers."""
     dim, options = SIZE // HEADS, layer.options
     project = [getattr(layer, name)(x).unflatten(-1, (-1, dim)) for name in ("q_proj", "k_proj", "v_proj")]
+    for i, gain in enumerate((layer.q_norm_weight, layer.k_norm_weight) if options.qk_norm else ()):
+        project[i] = project[i] / (project[i].square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
     rotary = int(dim * options.rotary_pct)
     frequency = options.rotary_base ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / max(rotary, 1))
     angle = torch.arange(x.shape[1])[:, None] * frequency
@@ -42,10 +51,11 @@ def formula(layer: Attention, x: Tensor) -> Tensor:
     for h in range(HEADS):
         group = h * k.shape[2] // HEADS
         for t in range(x.shape[1]):
-            end = t + 1 if options.causal else x.shape[1]
-            scores = torch.einsum("bd,bjd->bj", q[:, t, h], k[:, :end, group]) * dim**-0.5
-            out[:, t, h] = torch.einsum("bj,bjd->bd", scores.softmax(-1), v[:, :end, group])
-    return layer.out_proj(out.flatten(-2))
+            read = slice(max(0, t + 1 - (layer.window or t + 1)), t + 1) if options.causal else slice(None)
+            scores = torch.einsum("bd,bjd->bj", q[:, t, h], k[:, read, group]) * dim**-0.5
+            out[:, t, h] = torch.einsum("bj,bjd->bd", scores.softmax(-1), v[:, read, group])
+    out = out.flatten(-2)
+    return layer.out_proj(out / (1 + (-layer.gate_proj(x)).exp()) if options.output_gate else out)
 
 
 def test_odd_rotary_channel_is_not_rotated() -> None:
@@ -62,8 +72,16 @@ OPTIONS = [
     {"rotary_pct": 0.0},
     {"num_kv_heads": 2, "rotary_base": 500.0},
     {"num_kv_heads": 1},
+    {"window": 3, "num_kv_heads": 2},
+    {"window": 1},
+    {"window": 100, "qk_norm": True},
+    {"window": 4, "full_layers": (0,), "nope_layers": (1,)},
+    {"qk_norm": True, "output_gate": True, "bias": True},
     {"causal": False},
 ]
+
+
+YARN = {"yarn_factor": 4.0, "yarn_original_length": 64, "rotary_pct": 0.5, "window": 4}
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -74,7 +92,7 @@ def test_equals_the_formula(options):
     torch.testing.assert_close(layer(x), formula(layer, x), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:5])
+@pytest.mark.parametrize("options", [*OPTIONS[:-1], YARN])
 def test_decode_equals_forward(options):
     layer = mixer(**options)
     x = torch.randn(2, 12, SIZE, dtype=torch.float64)
@@ -87,10 +105,10 @@ def test_decode_equals_forward(options):
     torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"causal": False}])
 @pytest.mark.parametrize("left", [0, 5])
-def test_padding_changes_no_real_token(causal, left):
-    layer = mixer(causal=causal)
+def test_padding_changes_no_real_token(options, left):
+    layer = mixer(**options)
     x = torch.randn(2, 8, SIZE, dtype=torch.float64)
     rows = torch.randn(2, 13, SIZE, dtype=torch.float64) * 100
     mask = torch.zeros(2, 13, dtype=torch.bool)
@@ -100,29 +118,55 @@ def test_padding_changes_no_real_token(causal, left):
     torch.testing.assert_close(y[:, left : left + 8], layer(x), rtol=0, atol=1e-6)
 
 
-def test_decode_after_padding_equals_forward():
-    layer = mixer()
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 8}])
+def test_decode_after_padding_equals_forward(options):
+    layer = mixer(**options)
     x = torch.randn(2, 10, SIZE, dtype=torch.float64)
     rows, mask = torch.randn(2, 9, SIZE, dtype=torch.float64), torch.ones(2, 9, dtype=torch.bool)
     rows[0, 3:], mask[0, :3] = x[0, :6], False
     rows[1, :6], mask[1, 6:] = x[1, :6], False
     _, state = layer(rows, mask=mask, return_state=True)
-    y, _ = layer(x[:, 6:], state=state, return_state=True)
-    torch.testing.assert_close(y, layer(x)[:, 6:], rtol=0, atol=1e-6)
+    outputs = []
+    for part in (x[:, 6:8], x[:, 8:]):
+        y, state = layer(part, state=state, return_state=True)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[:, 6:], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_packed_segments_equal_runs_apart(causal):
-    layer = mixer(causal=causal)
+def test_padding_between_real_tokens_does_not_shorten_a_window():
+    layer = mixer(window=3)
+    x, mask = torch.randn(1, 9, SIZE, dtype=torch.float64), torch.ones(1, 9, dtype=torch.bool)
+    mask[0, 4:6] = False
+    real = torch.cat([x[:, :4], x[:, 6:]], 1)
+    torch.testing.assert_close(layer(x, mask=mask)[mask][None], layer(real), rtol=0, atol=1e-6)
+
+
+def test_window_keeps_a_cache_of_constant_size():
+    layer = mixer(window=4, num_kv_heads=2)
+    shapes, state = set(), None
+    for length in (2, 1, 9, 1):
+        _, state = layer(torch.randn(2, length, SIZE, dtype=torch.float64), state=state, return_state=True)
+        shapes.add(tuple((name, x.shape) for name, x in state.items()))
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in state.values()), "the prompt's keys are freed"
+    assert len(shapes) == 1
+    assert state["key"].shape == (2, 3, 2, SIZE // HEADS)
+    assert state["seen"].tolist() == [[13], [13]]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"causal": False}])
+def test_packed_segments_equal_runs_apart(options):
+    layer = mixer(**options)
     bounds = [0, 7, 7, 8, 20]
     x = torch.randn(1, 20, SIZE, dtype=torch.float64)
     y = layer(x, cu_seqlens=torch.tensor(bounds))
     for a, b in pairwise(bounds):
         torch.testing.assert_close(y[:, a:b], layer(x[:, a:b]), rtol=0, atol=1e-10)
-    if causal:
+    if layer.options.causal:
         y, state = layer(x, cu_seqlens=torch.tensor(bounds), return_state=True)
         torch.testing.assert_close(y, layer(x, cu_seqlens=torch.tensor(bounds)), rtol=0, atol=1e-10)
-        assert state["mask"].sum(1).tolist() == [b - a for a, b in pairwise(bounds)]
+        assert state["seen"][:, 0].tolist() == [b - a for a, b in pairwise(bounds)]
+        kept = 2 if layer.window else 20
+        assert state["mask"].sum(1).tolist() == [min(b - a, kept) for a, b in pairwise(bounds)]
 
 
 def test_bidirectional_attention_refuses_a_state():
@@ -136,8 +180,9 @@ def test_bidirectional_attention_refuses_a_state():
             layer(x, state={}, **packed)
 
 
-def test_packed_state_continues_each_segment():
-    layer = mixer()
+@pytest.mark.parametrize("options", [{}, {"window": 5}])
+def test_packed_state_continues_each_segment(options):
+    layer = mixer(**options)
     bounds = [0, 4, 10]
     x, more = torch.randn(1, 10, SIZE, dtype=torch.float64), torch.randn(1, 2, SIZE, dtype=torch.float64)
     _, state = layer(x, cu_seqlens=torch.tensor(bounds), return_state=True)
@@ -147,7 +192,109 @@ def test_packed_state_continues_each_segment():
         torch.testing.assert_close(z[:, i], together[:, -1], rtol=0, atol=1e-6)
 
 
-def test_wrong_head_counts_are_refused():
-    message = "num_kv_heads = 3 does not divide model.num_heads = 8; nearest that do: 2 or 4"
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(8, 2, 32, 8, mixers=("attention",), mixer_options={"attention": {"num_kv_heads": 3}})
+def test_window_by_flash_attention(monkeypatch):
+    """A stand-in for the kernel of CUDA checks sequence bounds and window; it aligns the last query with the last key."""
+    windows = []
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert int(cu_q.diff().max()) == max_q
+        assert int(cu_k.diff().max()) == max_k
+        windows.append(window_size)
+        rows = []
+        for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+            distance = (torch.arange(b - a) + (d - c) - (b - a))[:, None] - torch.arange(d - c)
+            allowed = (distance <= window_size[0]) & (distance >= -window_size[1])
+            row = [x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d])]
+            rows.append(F.scaled_dot_product_attention(*row, attn_mask=allowed).transpose(0, 1))
+        return torch.cat(rows)
+
+    q, k, v = torch.randn(3, 2, 4, 9, 8)
+    cases = [(q, 3), (q, 1), (q[:, :, -2:], 4)]
+    expected = [dot_product(x, k, v, None, True, window) for x, window in cases]
+    monkeypatch.setattr("models.operators.dot_product._takes_flash", lambda _: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    for (x, window), o in zip(cases, expected, strict=True):
+        torch.testing.assert_close(dot_product(x, k, v, None, True, window), o)
+    assert windows == [(2, 0), (0, 0), (3, 0)]
+
+
+def test_options_of_qwen3_and_qwen3_next_equal_transformers():
+    """QK-norm and YaRN against Qwen3's attention, the output gate against Qwen3-Next's, with grouped queries."""
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    shape = {"hidden_size": SIZE, "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": SIZE // HEADS}
+    more = {"attn_implementation": "eager", "max_position_embeddings": 256, "rms_norm_eps": 1e-5}
+    yarn = {"yarn_factor": 8.0, "yarn_original_length": 32, "rotary_base": 500.0}
+    layer = mixer(num_kv_heads=2, qk_norm=True, output_gate=True, **yarn).float()
+    x, position = torch.randn(2, 40, SIZE), torch.arange(40)[None]
+    future = torch.full((40, 40), -torch.inf).triu(1)[None, None]
+    ours = {name.removesuffix("_weight") if "norm" in name else name: p for name, p in layer.named_parameters()}
+    ours = {name.replace("norm", "norm.weight").replace("out_proj", "o_proj"): p for name, p in ours.items()}
+
+    config = Qwen3NextConfig(**shape, **more, rope_parameters={**rope, "partial_rotary_factor": 1.0})
+    cos_sin = Qwen3NextRotaryEmbedding(config)(x, position)
+    theirs = Qwen3NextAttention(config, 0)
+    dim = SIZE // HEADS
+    query_and_gate = [ours[name].unflatten(0, (HEADS, dim)) for name in ("q_proj.weight", "gate_proj.weight")]
+    weights = {name: p for name, p in ours.items() if name != "gate_proj.weight"}
+    weights["q_proj.weight"] = torch.cat(query_and_gate, 1).flatten(0, 1)
+    # Qwen3-Next multiplies by 1 + weight.
+    weights |= {name: ours[name] - 1 for name in ("q_norm.weight", "k_norm.weight")}
+    theirs.load_state_dict(weights)
+    torch.testing.assert_close(layer(x), theirs(x, cos_sin, future)[0], rtol=1e-4, atol=1e-5)
+
+    layer.gate_proj = None
+    theirs = Qwen3Attention(Qwen3Config(**shape, **more, rope_parameters=rope), 0)
+    theirs.load_state_dict({name: p for name, p in ours.items() if name != "gate_proj.weight"})
+    torch.testing.assert_close(layer(x), theirs(x, cos_sin, future)[0], rtol=1e-4, atol=1e-5)
+
+    theirs.sliding_window, layer.window = 7, 7
+    near = future + torch.full((40, 40), -torch.inf).tril(-7)
+    torch.testing.assert_close(layer(x), theirs(x, cos_sin, near)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.5}])
+@pytest.mark.parametrize(("factor", "length", "base"), [(4.0, 4096, 1e4), (40.0, 4096, 1e6), (1.0, 32, 500.0)])
+def test_yarn_equals_transformers(changes, factor, length, base):
+    rope = {"rope_type": "yarn", "rope_theta": base, "factor": factor, "original_max_position_embeddings": length}
+    config = Qwen3Config(head_dim=64, rope_parameters=rope | changes, max_position_embeddings=int(factor * length))
+    frequency, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    yarn = AttentionOptions(
+        yarn_factor=factor, yarn_original_length=length, **{f"yarn_{key}": value for key, value in changes.items()}
+    ).yarn
+    plain = base ** (-torch.arange(0, 64, 2, dtype=torch.float32) / 64)
+    torch.testing.assert_close(yarn.frequencies(plain, base), frequency)
+    assert yarn.scale == pytest.approx(scale)
+    cos, sin = rotary(torch.tensor([[3]]), 64, base, yarn)
+    torch.testing.assert_close(torch.hypot(cos, sin), torch.full_like(cos, scale))
+
+
+def test_flops_count_the_window():
+    plain, windowed, gated = (mixer(**options) for options in ({}, {"window": 4}, {"output_gate": True}))
+    for length in (1, 4, 7):
+        keys = sum(min(t + 0.5, 4) for t in range(length)) / length  # the diagonal counts half
+        scores = windowed.flops_per_token(length) - plain.flops_per_token(0)
+        assert scores == pytest.approx(4 * SIZE * keys, rel=0.15)
+    assert plain.flops_per_token(4) == windowed.flops_per_token(4)
+    assert gated.flops_per_token(9) - plain.flops_per_token(9) == 2 * SIZE * SIZE
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads = 3 does not divide model.num_heads = 8; nearest that do: 2 or 4"),
+        ({"window": 0}, "window = 0: must be at least 1"),
+        ({"window": 8, "causal": False}, "window = 8 with causal = false: set causal = true, or remove window"),
+        ({"yarn_factor": 0.5}, "yarn_factor = 0.5: must be at least 1"),
+        ({"yarn_factor": 4.0}, "yarn_factor = 4.0 needs yarn_original_length: set it to the length"),
+        ({"yarn_original_length": 0}, "yarn_original_length = 0: must be at least 1"),
+        ({"yarn_beta_fast": 1.0}, "yarn_beta_fast = 1.0: must be greater than yarn_beta_slow = 1.0"),
+        ({"yarn_beta_slow": 0.0}, "yarn_beta_slow = 0.0: must be greater than 0"),
+        ({"yarn_attention_factor": 0.0}, "yarn_attention_factor = 0.0: must be greater than 0"),
+        ({"nope_layers": [1]}, r"nope_layers: layer 1 has no attention; allowed are \[0\]"),
+        ({"full_layers": [2]}, r"full_layers: layer 2 has no attention; allowed are \[0\]"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"model.mixer_options.attention.{message}"):
+        ModelConfig(8, 2, 32, 8, mixers=("attention", "retnet"), mixer_options={"attention": options})

@@ -26,9 +26,18 @@ CAUSAL = sorted(name for name in MIXERS if name != "metala_bidirectional")
 MIXED = ["metala", "retnet", "attention"]
 
 
+def hybrid(linear: str) -> dict[str, Any]:
+    """Return a 3:1 hybrid of 8 layers: recurrent states, the keys of a window, and all keys in the last layer."""
+    options = {"window": 4, "full_layers": [7], "nope_layers": [7], "qk_norm": True, "output_gate": True}
+    return {"mixers": [linear] * 3 + ["attention"], "num_layers": 8, "mixer_options": {"attention": options}}
+
+
+hybrids = pytest.mark.parametrize("linear", ["metala", "gated_delta_net"])
+
+
 def config(mixers: list[str], **more: Any) -> MetalionConfig:
-    shape = {"vocab_size": 61, "num_layers": len(mixers) + 1, "hidden_size": 32, "num_heads": 4}
-    return MetalionConfig(**shape, mixers=mixers, bos_token_id=0, eos_token_id=0, pad_token_id=0, **more)
+    shape = {"vocab_size": 61, "num_layers": len(mixers) + 1, "hidden_size": 32, "num_heads": 4} | more
+    return MetalionConfig(**shape, mixers=mixers, bos_token_id=0, eos_token_id=0, pad_token_id=0)
 
 
 def away_from_zero(model: torch.nn.Module) -> None:
@@ -232,6 +241,36 @@ def test_sampling_and_beams_with_and_without_a_cache(settings: dict[str, Any]) -
         )
     assert torch.equal(*results)
     assert not torch.equal(results[0][0], results[0][1])
+
+
+@hybrids
+def test_hybrid_with_a_window_generates_from_its_cache(linear: str) -> None:
+    """Prompts longer and shorter than the window, padded on the left: greedy, and beams that reorder the cache."""
+    model = causal_model(**hybrid(linear))
+    prompts = [tokens(1, n, seed=n)[0] for n in (9, 2, 6)]
+    ids, mask = padded(prompts, "left")
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    generated = model.generate(ids, attention_mask=mask, **settings)
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(generated[row, 9:], greedy(model, prompt[None], 5)[0, len(prompt) :])
+    beams = [
+        model.generate(ids[:2], attention_mask=mask[:2], num_beams=2, use_cache=use_cache, **settings)
+        for use_cache in (True, False)
+    ]
+    assert torch.equal(*beams)
+
+
+@hybrids
+def test_window_layers_of_a_hybrid_keep_a_window(linear: str) -> None:
+    model = causal_model(**hybrid(linear))
+    cache = model(tokens(2, 9), use_cache=True).past_key_values
+    sizes = [sum(x.nbytes for x in state.values()) for state in cache.states]
+    model(tokens(2, 1), past_key_values=cache)
+    grown = [sum(x.nbytes for x in state.values()) - size for state, size in zip(cache.states, sizes, strict=True)]
+    assert cache.states[4]["key"].shape[1] == 3
+    assert cache.states[8]["key"].shape[1] == 10
+    assert grown[:8] == [0] * 8
+    assert grown[8] == 2 * (2 * 32 * 4 + 1), "a key and a value in float32, and a bool, per sequence"
 
 
 @pytest.mark.parametrize("whole_text", [True, False])

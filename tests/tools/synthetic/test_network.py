@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.operators.dot_product import dot_product
 from tools.synthetic.batches import generate, prepare, to_device
 from tools.synthetic.experiment import Run, load_experiment, plan
 from tools.synthetic.model_run import ModelRun
@@ -89,9 +91,9 @@ def test_dropout_of_attention(runs: Runs) -> None:
     mixer = model_run.network.model.blocks[0].mixer
     attend = mixer.dot_product
 
-    def weights(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
-        shown.append(attend(q, k, torch.eye(8).expand(len(q), 1, 8, 8), allowed, is_causal))
-        return attend(q, k, v, allowed, is_causal)
+    def weights(q: Tensor, k: Tensor, v: Tensor, *masks: Any) -> Tensor:
+        shown.append(attend(q, k, torch.eye(8).expand(len(q), 1, 8, 8), *masks))
+        return attend(q, k, v, *masks)
 
     mixer.dot_product = weights
     for epoch in (0, 0, 1):
@@ -122,6 +124,7 @@ def test_attention_equals_the_library() -> None:
             allowed |= torch.eye(6, dtype=torch.bool)
         got = network._attend(q, k, v, allowed, is_causal)
         torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, allowed, is_causal=is_causal))
+    torch.testing.assert_close(network._attend(q, k, v, None, True, 3), dot_product(q, k, v, None, True, 3))
 
 
 @pytest.mark.parametrize("key", ["embedding_dropout", "attention_dropout"])

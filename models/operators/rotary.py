@@ -1,0 +1,65 @@
+"""Rotary positions (arXiv 2104.09864) in the half-split layout of GPT-NeoX, and their extension by YaRN (arXiv 2309.00071)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, floor, log, pi
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Hold the settings of YaRN, section 3.4: the context grows from `original_length` tokens by `factor`.
+
+    beta_fast, beta_slow: rotations within `original_length`. Faster channels keep their frequency, slower ones are divided by
+    the factor. attention_factor: multiplies cos and sin, sqrt(1 / t) of the paper; None for 0.1 ln(factor) + 1.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of cos and sin."""
+        return 0.1 * log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+
+    def frequencies(self, frequency: Tensor, base: float) -> Tensor:
+        """Return the extended frequencies, [dim / 2] as the original ones, which fall from 1 to about 1 / base.
+
+        The ramp is linear in the channel between the rounded bounds, as in the models that were released with YaRN.
+        """
+        dim = 2 * len(frequency)
+        fast, slow = (
+            dim * log(self.original_length / (2 * pi * rotations)) / (2 * log(base))
+            for rotations in (self.beta_fast, self.beta_slow)
+        )
+        low, high = max(floor(fast), 0), min(ceil(slow), dim - 1)
+        channel = torch.arange(len(frequency), dtype=frequency.dtype, device=frequency.device)
+        ramp = ((channel - low) / max(high - low, 1e-3)).clamp(0, 1)
+        return frequency * (1 - ramp) + frequency / self.factor * ramp
+
+
+def rotary(position: Tensor, dim: int, base: float, yarn: Yarn | None = None) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, [batch, length, 1, dim / 2] in float32, for position [batch, length]. With YaRN they are scaled."""
+    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=position.device) / dim)
+    if yarn is not None:
+        frequency = yarn.frequencies(frequency, base)
+    angle = position.clamp_min(0)[:, :, None, None].float() * frequency
+    cos, sin = angle.cos(), angle.sin()
+    return (cos, sin) if yarn is None else (cos * yarn.scale, sin * yarn.scale)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first channels of every head of x [batch, length, heads, head_dim], in pairs (c, c + dim / 2).
+
+    Computed in float32, returned in x's dtype.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*(t.to(x.dtype) for t in rotated), rest], -1)
