@@ -63,7 +63,7 @@ def attention_over_ranks(
             if mask is not None:
                 query, key = (torch.arange(*span, device=q.device) for span in ((begin, stop), (read.start, read.stop)))
                 seen = mask[:, None, read] & (key <= query[:, None]) if causal else mask[:, None, read]
-                if counted is not None:
+                if counted is not None and window is not None:
                     seen = seen & (counted[:, begin:stop, None] - counted[:, None, read] < window)
                 # A padded query attends to itself, as on one rank.
                 allowed = (seen | (key == query[:, None]))[:, None]

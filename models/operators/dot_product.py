@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,7 +44,7 @@ def _windowed_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     rows, queries, keys = len(q), q.shape[2], k.shape[2]
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     row = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
-    o = varlen_attn(*packed, row * queries, row * keys, queries, keys, window_size=(window - 1, 0))
+    o: Any = varlen_attn(q, k, v, row * queries, row * keys, queries, keys, window_size=(window - 1, 0))
     return o.unflatten(0, (rows, queries)).transpose(1, 2)

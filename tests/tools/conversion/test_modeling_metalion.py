@@ -245,14 +245,15 @@ def test_sampling_and_beams_with_and_without_a_cache(settings: dict[str, Any]) -
 
 @hybrids
 def test_hybrid_with_a_window_generates_from_its_cache(linear: str) -> None:
-    """Prompts longer and shorter than the window, padded on the left: greedy, and beams that reorder the cache."""
+    """Continue prompts longer and shorter than the window, padded on the left, greedily and by beams."""
     model = causal_model(**hybrid(linear))
     prompts = [tokens(1, n, seed=n)[0] for n in (9, 2, 6)]
     ids, mask = padded(prompts, "left")
     settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     generated = model.generate(ids, attention_mask=mask, **settings)
-    for row, prompt in enumerate(prompts):
-        assert torch.equal(generated[row, 9:], greedy(model, prompt[None], 5)[0, len(prompt) :])
+    for prompt, continued in zip(prompts, generated[:, 9:], strict=True):
+        logits = model(torch.cat([prompt, continued])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        assert torch.equal(logits.argmax(-1), continued)
     beams = [
         model.generate(ids[:2], attention_mask=mask[:2], num_beams=2, use_cache=use_cache, **settings)
         for use_cache in (True, False)
