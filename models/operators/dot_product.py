@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ..backend import SIXTEEN_BITS, available, replaceable
 
@@ -30,6 +29,9 @@ def dot_product(
         distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - key
         allowed, is_causal = (distance >= 0) & (distance < window), False
     elif is_causal and queries != keys:
+        # Imported here, because it imports the compiler, which takes as long as importing torch.
+        from torch.nn.attention.bias import causal_lower_right
+
         allowed, is_causal = causal_lower_right(queries, keys), False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
 

@@ -193,7 +193,7 @@ def test_packed_state_continues_each_segment(options):
 
 
 def test_window_by_flash_attention(monkeypatch):
-    """A stand-in for the kernel of CUDA checks sequence bounds and window; it aligns the last query with the last key."""
+    """Check sequence bounds and window by a stand-in for the kernel, which aligns the last query with the last key."""
     windows = []
 
     def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
@@ -220,7 +220,7 @@ def test_window_by_flash_attention(monkeypatch):
 
 
 def test_options_of_qwen3_and_qwen3_next_equal_transformers():
-    """QK-norm and YaRN against Qwen3's attention, the output gate against Qwen3-Next's, with grouped queries."""
+    """Compare QK-norm, YaRN and window with Qwen3's attention, the output gate with Qwen3-Next's, for grouped queries."""
     rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
     shape = {"hidden_size": SIZE, "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": SIZE // HEADS}
     more = {"attn_implementation": "eager", "max_position_embeddings": 256, "rms_norm_eps": 1e-5}
