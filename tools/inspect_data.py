@@ -15,9 +15,10 @@ from data.corpus.document_sources import read_sources
 from data.datasets.sample_index import ORDERS
 from data.indexed import IndexedTokens
 from data.manifest import manifest_tokenizer, read_manifest
+from data.preprocessing.contamination import SHARE, WORDS, shared_documents
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
 from data.verification import verify_caches, verify_token_files
-from tools.cli.arguments import FAILED, check_picture, command, command_line, from_zero, positive
+from tools.cli.arguments import FAILED, above_zero_to_one, check_picture, command, command_line, from_zero, positive
 
 EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document                      counts, lengths, integrity
@@ -27,6 +28,8 @@ EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document --histogram lengths.png --most-common 20
   python -m tools.inspect_data data/pile_text_document --verify              compare all bytes with the checksums
   python -m tools.inspect_data runs/cache --verify                           the same for a folder of caches
+  python -m tools.inspect_data data/pile_validation_text_document --trained-on data/pile_train_text_document
+                                                                            name held-out documents that training has
 
 The .json file next to the token files names the tokenizer. For files of other projects give --tokenizer-type and
 --vocab-file.
@@ -40,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_picture(options.histogram, "--histogram")
     if options.verify:
         return _verify(options.prefix)
+    if options.trained_on:
+        return _print_shared(options)
     tokens = IndexedTokens(options.prefix)
     tokenizer = (
         load_tokenizer(options.tokenizer_type, options.vocab_file)
@@ -71,6 +76,20 @@ def _verify(path: Path) -> int:
     for line in findings.damaged:
         print(f"DAMAGED  {line}")
     return FAILED if findings.damaged else 0
+
+
+def _print_shared(options: argparse.Namespace) -> int:
+    """Print the documents that the training text holds. Returns 1 if there are any."""
+    shared = shared_documents(options.prefix, options.trained_on, words=options.ngram_words, share=options.overlap)
+    for document in shared:
+        print(document)
+    tokens = IndexedTokens(options.prefix)
+    equal = sum(document.equal for document in shared)
+    print(
+        f"{len(shared):,} of {len(tokens):,} documents are in the training text: {equal:,} equal ones,"
+        f" {len(shared) - equal:,} with at least {options.overlap:.0%} of their {options.ngram_words}-word n-grams"
+    )
+    return FAILED if shared else 0
 
 
 def document_lengths(tokens: IndexedTokens) -> NDArray[np.int64]:
@@ -206,6 +225,20 @@ def _parser() -> argparse.ArgumentParser:
         "--verify",
         action="store_true",
         help="compare all files with their checksums; exit status 1 if one is damaged",
+    )
+    shown.add_argument(
+        "--trained-on",
+        nargs="+",
+        metavar="PREFIX",
+        help="name the documents that these training token files hold too; exit status 1 if there are any",
+    )
+    add("--ngram-words", type=positive, default=WORDS, metavar="N", help=f"words per n-gram of --trained-on ({WORDS})")
+    add(
+        "--overlap",
+        type=above_zero_to_one,
+        default=SHARE,
+        metavar="SHARE",
+        help=f"share of a document's n-grams from which --trained-on names it ({SHARE})",
     )
     add("--sequence-length", type=positive, default=2048, metavar="T", help="length of the sample (2048)")
     add("--num-samples", type=positive, metavar="N", help="samples of the run: train_steps x global batch size")
