@@ -44,7 +44,18 @@ MODELS: dict[str, dict[str, Any]] = {
             "kda": {"allow_negative_eigenvalues": True},
         },
     },
-    "hybrid": {"mixers": ("metala", "lion", "attention"), "mixer_options": LION, "mlp": "geglu", "mlp_bias": True},
+    "hybrid": {
+        "mixers": ("metala", "lion", "attention"),
+        "mixer_options": {
+            **LION,
+            "attention": {
+                **{"window": 7, "qk_norm": True, "output_gate": True},
+                **{"yarn_factor": 2.0, "yarn_original_length": LENGTH // 2},
+            },
+        },
+        "mlp": "geglu",
+        "mlp_bias": True,
+    },
 }
 
 
