@@ -20,7 +20,7 @@ from tools.cli.arguments import (
     parse_with_overrides,
     positive,
 )
-from tools.planning.estimate import layer_flops, memory, read_config, read_config_any_layout, workload
+from tools.planning.estimate import decoding_bytes, layer_flops, memory, read_config, read_config_any_layout, workload
 from tools.pretraining.run import schema
 
 if TYPE_CHECKING:  # torch is imported on use, so that --help is fast
@@ -212,17 +212,21 @@ def layouts(
 
 
 def header(config: Config[ModelConfig], gpus: int, dtype: str) -> str:
-    """Return three lines about the model and the run."""
+    """Return the lines about the model and the run."""
+    from megatron_lite.planning.memory import GIB
+
     work = workload(config, layer_flops(config), dtype)
     batch, steps = config.batch, config.schedule.train_steps
     tokens = batch.tokens_of(steps)
     mode = config.parallel.activation_checkpointing.mode
+    cache = decoding_bytes(config.model, batch.sequence_length, dtype)
+    kept = "" if cache is None else f"; decoding keeps {cache / GIB * 1024:,.2f} MiB per sequence of this length"
     return (
         f"{'+'.join(dict.fromkeys(config.model.mixers))}, {work.parameters / 1e6:,.1f} M parameters, {dtype}, "
         f"activation checkpointing {mode}, on {gpus} GPUs\n"
         f"{batch.global_batch_size} samples of {batch.sequence_length} per step in micro-batches of "
         f"{batch.micro_batch_size}; {steps:,} steps, {tokens / 1e9:,.2f} G tokens\n"
-        f"{work.flops_per_token / 1e9:,.2f} GFLOP per token, {work.flops_per_token * tokens:.3g} FLOP in total"
+        f"{work.flops_per_token / 1e9:,.2f} GFLOP per token, {work.flops_per_token * tokens:.3g} FLOP in total{kept}"
     )
 
 

@@ -14,6 +14,7 @@ reduce-scatter S (n - 1) / n.
 | tensor + sequence      | the same bytes as all-gathers and reduce-scatters                                          |
 | pipeline               | m x w T d to the next stage and back                                                       |
 | context                | m L x 2 (n-1) states of heads x d_k x d_v float32, and the gradients with the data ranks        |
+| context, attention     | m L x 2 (n-1) times queries, keys, values and outputs of the T / n tokens of a shard             |
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Workload:
         layers: number of blocks. hidden: hidden size.
         state_elements: elements of the recurrent state (heads x d_k x d_v) and decays per sample and block, averaged over the
             blocks; 0 for attention.
+        token_elements: elements that a block gathers per token of a shard, averaged over the blocks; 0 but for attention.
         sequence_length, micro_batch_size, global_batch_size: batch of the step, in tokens and samples.
         flops_per_token: training FLOPs per token, forward and backward.
         width: bytes per element sent.
@@ -65,6 +67,7 @@ class Workload:
     micro_batch_size: int
     global_batch_size: int
     flops_per_token: float
+    token_elements: float = 0.0
     width: int = 2
     zero_stage: int = 1
     recompute: bool = False
@@ -87,11 +90,12 @@ def volumes(work: Workload, layout: Layout, gpus: int) -> dict[str, float]:
         data_parallel = 2 * ring * local
     passes = 6 if work.recompute else 4
     t, c = layout.tensor, layout.context
+    gathered = 4 * work.state_elements + work.width * work.token_elements * work.sequence_length / c
     return {
         "data": data_parallel,
         "tensor": micro_batches * layers * passes * 2 * (t - 1) / t * activation,
         "pipeline": 2 * micro_batches * activation * (layout.pipeline > 1) / (t if layout.sequence_parallel else 1),
-        "context": micro_batches * layers * 2 * (c - 1) * 4 * work.state_elements * work.micro_batch_size / t,
+        "context": micro_batches * layers * 2 * (c - 1) * gathered * work.micro_batch_size / t,
     }
 
 

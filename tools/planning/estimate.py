@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # torch is imported on use, so that --help is fast
     from models.config import ModelConfig
 
 
+_SHARD = 64  # tokens of the local shard on which `gathered_elements` counts
+
+
 def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
     """Return the configuration for `gpus` processes. With both batch sizes given, accumulation follows from the layout."""
     from megatron_lite.config.loader import ConfigError, load_config
@@ -132,11 +135,13 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
     from models.language_model import count_parameters
 
     model, batch = config.model, config.batch
+    states, tokens = gathered_elements(model)
     return Workload(
         parameters=count_parameters(model),
         layers=model.num_layers,
         hidden=model.hidden_size,
-        state_elements=state_elements(model),
+        state_elements=states,
+        token_elements=tokens,
         sequence_length=batch.sequence_length,
         micro_batch_size=batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
@@ -146,10 +151,11 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
     )
 
 
-def state_elements(model: ModelConfig) -> float:
-    """Return the float32 numbers per sample that a block sends under context parallelism, as a mean over the blocks.
+def gathered_elements(model: ModelConfig) -> tuple[float, float]:
+    """Return the elements that a block gathers under context parallelism, as means over the blocks.
 
-    One mixer of each kind runs on the device "meta" on a local shard; its gathered elements are counted.
+    The first are float32 per sample (states and decays), the second 16 bits per token (softmax attention). One mixer of each kind
+    runs on the device "meta" on a local shard.
     """
     import torch
 
@@ -157,34 +163,57 @@ def state_elements(model: ModelConfig) -> float:
     from models.operators.context_parallel import context_parallel
     from tools.planning.meta_device import kernels_of_cuda
 
-    elements: dict[str, int] = {}
+    counters: dict[str, _Counter] = {}
     names = [model.mixer_of(index) for index in range(model.num_layers)]
     with kernels_of_cuda(), torch.no_grad():
         for index, name in enumerate(names):
-            if name in elements:
+            if name in counters:
                 continue
-            elements[name] = 0
+            counters[name] = _Counter()
             if getattr(MIXERS[name], "supports_context_parallel", False):
                 with torch.device("meta"):
                     mixer = MIXERS[name](model, index, model.options_of(name))
                 mixer.to("meta", torch.bfloat16)  # buffers may be created on another device
-                x = torch.zeros(1, 64, model.hidden_size, dtype=torch.bfloat16, device="meta")
-                counter = _Counter()
-                with context_parallel(counter):
-                    mixer(x)
-                elements[name] = counter.elements
-    return sum(elements[name] for name in names) / len(names)
+                with context_parallel(counters[name]):
+                    mixer(torch.zeros(1, _SHARD, model.hidden_size, dtype=torch.bfloat16, device="meta"))
+    return (
+        sum(counters[name].states for name in names) / len(names),
+        sum(counters[name].tokens for name in names) / _SHARD / len(names),
+    )
 
 
 class _Counter:
-    """Count the float32 elements gathered in a context-parallel group. The few 16-bit tokens of a convolution are ignored."""
+    """Count the elements gathered in a context-parallel group. The few tokens of a convolution are ignored."""
 
     index, count = 1, 2
 
     def __init__(self) -> None:
-        self.elements = 0
+        self.states = self.tokens = 0
 
     def gather(self, x: Tensor) -> Tensor:
-        if x.itemsize > 2 and x.is_floating_point():
-            self.elements += x.numel()
+        if x.is_floating_point() and x.itemsize > 2:
+            self.states += x.numel()
+        elif x.is_floating_point() and x.dim() == 4 and x.shape[1] == _SHARD:
+            self.tokens += x.numel()
         return x.new_zeros(self.count, *x.shape)
+
+
+def decoding_bytes(model: ModelConfig, length: int, dtype: str) -> int | None:
+    """Return the bytes that decoding keeps per sequence after `length` tokens; None for a model that cannot decode."""
+    import torch
+
+    from megatron_lite.engine.precision import DTYPES
+    from models.language_model import layer_specs
+    from tools.planning.meta_device import kernels_of_cuda
+
+    if model.bidirectional_mixers():
+        return None
+    total = 0
+    with kernels_of_cuda(), torch.no_grad():
+        x = torch.zeros(1, length, dtype=torch.int64, device="meta")
+        for spec in layer_specs(model)[:-1]:
+            with torch.device("meta"):
+                layer = spec.build()
+            x, state = layer.to("meta", DTYPES[dtype])(x, return_state=True)
+            total += sum(tensor.nbytes for tensor in state.values())
+    return total

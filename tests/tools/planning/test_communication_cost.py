@@ -13,8 +13,9 @@ from megatron_lite.parallel.layout import Layout
 from megatron_lite.planning.communication_cost import Links, Workload, step_seconds, volumes
 from megatron_lite.planning.memory import GIB
 from models.config import ModelConfig
+from models.language_model import LanguageModel
 from models.mixers import MIXERS
-from tools.planning.estimate import layer_flops, read_config, state_elements, workload
+from tools.planning.estimate import decoding_bytes, gathered_elements, layer_flops, read_config, workload
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
@@ -39,7 +40,9 @@ def test_volumes_by_parallel_dimension():
     assert volumes(work(), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 4 * hidden)
     assert volumes(work(recompute=True), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 6 * hidden)
     assert volumes(work(), Layout(pipeline=4), 4)["pipeline"] == pytest.approx(128 * 2 * hidden)
-    # States are sent, not tokens: the bytes do not depend on the sequence length.
+    # States do not depend on the sequence length, and attention gathers the tokens of the shards.
+    attention = volumes(work(state_elements=0, token_elements=100.0), Layout(context=4), 4)["context"]
+    assert attention == pytest.approx(128 * 24 * 2 * 3 * 100 * 2 * 4 * 2048 / 4)
     sent = volumes(work(), Layout(context=4), 4)["context"]
     assert sent == volumes(work(sequence_length=1 << 17), Layout(context=4), 4)["context"] > 0
 
@@ -52,7 +55,8 @@ def test_gathered_numbers_are_the_state_of_the_mixer(name: str, options: dict[st
         vocab_size=64, num_layers=2, hidden_size=256, num_heads=4, mixers=(name, "attention"),
         mixer_options={name: options} if options else {},
     )  # fmt: skip
-    elements = state_elements(model)
+    elements, tokens = gathered_elements(model)
+    assert tokens == 4 * 256 / (1 if name == "attention" else 2), "queries, keys, values and outputs"
     if name == "attention":
         assert elements == 0
     elif not model.bidirectional_mixers():
@@ -107,3 +111,26 @@ def test_step_seconds_of_compute_bubble_and_network():
     assert piped["bubble"] == pytest.approx(piped["compute"] * 3 / 128)
     inside, outside = (step_seconds(work(), Layout(tensor=t), t, 4e14, links)["tensor"] for t in (8, 16))
     assert outside > 5 * inside  # over the network
+
+
+def test_decoding_cache_of_a_hybrid_counts_states_windows_and_all_keys():
+    shape = {
+        "vocab_size": 64,
+        "num_layers": 8,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "mixers": ("metala",) * 3 + ("attention",),
+    }
+
+    def kept(length: int, **options: object) -> int:
+        return decoding_bytes(ModelConfig(**shape, mixer_options={"attention": options}), length, "bf16")
+
+    model = LanguageModel(ModelConfig(**shape, mixer_options={"attention": {"window": 5, "full_layers": (7,)}}))
+    _, state = model.to(torch.bfloat16)(torch.zeros(1, 20, dtype=torch.int64), return_state=True)
+    allocated = sum(tensor.nbytes for layer in state for tensor in layer.values())
+    assert kept(20, window=5, full_layers=(7,)) == allocated
+    per_token = 2 * 64 * 2 + 1
+    assert kept(4000) - kept(1000) == 2 * 3000 * per_token
+    assert kept(4000, window=1000) == kept(999)
+    bidirectional = ModelConfig(**{**shape, "mixers": ("lion",), "mixer_options": {"lion": {"causal": False}}})
+    assert decoding_bytes(bidirectional, 20, "bf16") is None
