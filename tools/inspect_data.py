@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.corpus.document_sources import read_sources
-from data.datasets.sample_index import ORDERS
+from data.datasets.best_fit import build_best_fit_index
+from data.datasets.sample_index import ORDERS, PACKINGS, build_sample_index, selected_sequences
 from data.indexed import IndexedTokens
 from data.manifest import manifest_tokenizer, read_manifest
 from data.preprocessing.contamination import SHARE, WORDS, shared_documents
@@ -25,6 +26,8 @@ EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document --document 7         document 7 as text
   python -m tools.inspect_data data/pile_text_document --sample 0 --sequence-length 2048 --num-samples 1000 --seed 1234
                                                                             the first sample of a run and its origin
+  python -m tools.inspect_data data/pile_text_document --sequence-length 16384 --min-tokens 8192
+                                                                            long documents, documents that packing cuts
   python -m tools.inspect_data data/pile_text_document --histogram lengths.png --most-common 20
   python -m tools.inspect_data data/pile_text_document --verify              compare all bytes with the checksums
   python -m tools.inspect_data runs/cache --verify                           the same for a folder of caches
@@ -58,6 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_sample(options, tokenizer)
     else:
         _print_summary(tokens, tokenizer)
+        if options.min_tokens:
+            sizes = tokens.sizes[selected_sequences(tokens, options.min_tokens)]
+            held = int(sizes.sum(dtype=np.int64))
+            share = f"{held / tokens.num_tokens:.1%} of the tokens"
+            print(f"  {options.min_tokens:,} tokens or more: {len(sizes):,} documents, {held:,} tokens ({share})")
+        if options.sequence_length:
+            _print_packings(tokens, options.min_tokens, options.sequence_length)
     if options.most_common:
         _print_most_common(tokens, options.most_common, tokenizer)
     if options.histogram:
@@ -122,6 +132,24 @@ def _print_summary(tokens: IndexedTokens, tokenizer: Tokenizer | None) -> None:
     print("  the sizes of both files are what the index says")
 
 
+def _print_packings(tokens: IndexedTokens, min_tokens: int, length: int) -> None:
+    """Print how many documents each packing cuts in one epoch, and the share of padding."""
+    sizes = tokens.sizes[selected_sequences(tokens, min_tokens)]
+    starts = build_sample_index(sizes, length, 1, 0)
+    position, offset = starts.sample_index.T
+    inside = (offset > 0) & (offset < sizes[starts.document_index[np.minimum(position, len(sizes) - 1)]] - 1)
+    stream = len(np.unique(position[inside]))
+    index = build_best_fit_index(sizes, length, 1, 0)
+    used = int(np.minimum(sizes[index.sequences] - index.offsets, length + 1).sum(dtype=np.int64))
+    best = int((sizes > length + 1).sum())
+    print(f"  samples of {length:,} tokens, one epoch of {len(sizes):,} documents:")
+    print(f"    stream    {len(starts):,} samples, {stream:,} documents cut ({stream / len(sizes):.1%})")
+    print(
+        f"    best_fit  {len(index):,} samples, {best:,} documents cut ({best / len(sizes):.1%}), padding"
+        f" {1 - used / (len(index) * (length + 1)):.2%}"
+    )
+
+
 def _print_document(tokens: IndexedTokens, number: int, tokenizer: Tokenizer | None) -> None:
     if not 0 <= number < tokens.num_documents:
         raise ValueError(f"there is no document {number}: {tokens.prefix} has 0 to {tokens.num_documents - 1}")
@@ -132,14 +160,17 @@ def _print_document(tokens: IndexedTokens, number: int, tokenizer: Tokenizer | N
 
 
 def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
-    from data.datasets.blend import training_dataset
+    from data.datasets.blend import Shares, training_dataset
+    from data.datasets.causal import Packing
 
     dataset: Any = training_dataset(
         options.prefix,
-        sequence_length=options.sequence_length,
+        Shares(min_tokens=(options.min_tokens,)),
+        sequence_length=options.sequence_length or 2048,
         num_samples=options.num_samples or options.sample + 1,
         seed=options.seed,
         order=options.order,
+        packing=Packing(method=options.packing),
     )
     if options.sample >= len(dataset):
         raise ValueError(
@@ -240,10 +271,23 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help=f"share of a document's n-grams from which --trained-on names it ({SHARE})",
     )
-    add("--sequence-length", type=positive, default=2048, metavar="T", help="length of the sample (2048)")
+    add(
+        "--sequence-length",
+        type=positive,
+        metavar="T",
+        help="length of the sample (2048); without --sample: how many documents each packing cuts at this length",
+    )
     add("--num-samples", type=positive, metavar="N", help="samples of the run: train_steps x global batch size")
     add("--seed", type=int, default=1234, metavar="S", help="run.seed (1234)")
     add("--order", choices=ORDERS, default="neox", help="data.order (neox)")
+    add("--packing", choices=PACKINGS, default="stream", help="data.packing (stream)")
+    add(
+        "--min-tokens",
+        type=from_zero,
+        default=0,
+        metavar="N",
+        help="only documents of N tokens or more (data.blend.min_tokens)",
+    )
     add("--histogram", type=Path, metavar="PNG", help="write a histogram of document lengths")
     add("--most-common", type=from_zero, default=0, metavar="N", help="print the N most common tokens")
     add("--tokenizer-type", choices=TOKENIZER_TYPES, help="for files without a .json file")

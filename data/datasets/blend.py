@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..cache import cached_arrays, damaged_order
 from ..indexed import IndexedTokens
 from .causal import CausalDataset, Packing
+from .sample_index import selected_sequences
 
 BLEND_VERSION = 1
 SHARES_BY = ("tokens", "documents", "weights")
@@ -31,11 +32,14 @@ class Shares:
     weights: one positive number per file, with by="weights" only.
     temperature: shares are proportional to (weight, tokens or documents)^(1 / temperature). 1 keeps them, above 1 makes them
         more even (Arivazhagan et al. 2019, arXiv 1907.05019).
+    min_tokens: one number per file: documents with fewer tokens are left out, also of the counts. One file may be named twice,
+        so that its long documents have a share of their own.
     """
 
     by: str = "tokens"
     weights: tuple[float, ...] | None = None
     temperature: float = 1.0
+    min_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.by not in SHARES_BY:
@@ -48,16 +52,32 @@ class Shares:
     def of(self, prefixes: Sequence[str | Path]) -> list[float]:
         """Return the share of each file; they sum to 1.
 
-        Raises ValueError for a weight that is not positive, and unless there is one weight per file.
+        Raises ValueError for a weight that is not positive, unless there is one weight per file, and as `selected_sequences`.
         """
         if self.weights is not None:
             if len(self.weights) != len(prefixes):
                 raise ValueError(f"{len(self.weights)} weights for {len(prefixes)} token files: give one for each")
             sizes = normalised(self.weights)
         else:
-            files = [IndexedTokens(prefix) for prefix in prefixes]
-            sizes = normalised([f.num_tokens if self.by == "tokens" else f.num_documents for f in files])
+            counts = [selected_counts(*pair) for pair in zip(prefixes, self.limits(prefixes), strict=True)]
+            sizes = normalised([tokens if self.by == "tokens" else documents for documents, tokens in counts])
         return normalised([size ** (1 / self.temperature) for size in sizes])
+
+    def limits(self, prefixes: Sequence[str | Path]) -> tuple[int, ...]:
+        """Return `min_tokens` of each file, 0 by default. Raises ValueError unless there is one per file."""
+        limits = (0,) * len(prefixes) if self.min_tokens is None else self.min_tokens
+        if len(limits) != len(prefixes):
+            raise ValueError(f"{len(limits)} values of min_tokens for {len(prefixes)} token files: give one for each")
+        return limits
+
+
+def selected_counts(prefix: str | Path, min_tokens: int) -> tuple[int, int]:
+    """Return documents and tokens of a file in documents of ``min_tokens`` tokens or more. Raises as `selected_sequences`."""
+    file = IndexedTokens(prefix)
+    if not min_tokens:
+        return file.num_documents, file.num_tokens
+    selected = selected_sequences(file, min_tokens)
+    return len(selected), int(file.sizes[selected].sum(dtype=np.int64))
 
 
 def training_dataset(
@@ -92,9 +112,10 @@ def training_dataset(
             seed=seed,
             order=order,
             packing=packing,
+            min_tokens=min_tokens,
             cache_directory=cache_directory,
         )
-        for prefix, share in zip(prefixes, weights, strict=True)
+        for prefix, share, min_tokens in zip(prefixes, weights, shares.limits(prefixes), strict=True)
     ]
     if len(datasets) == 1:
         return datasets[0]

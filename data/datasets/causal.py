@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,24 +18,30 @@ from numpy.typing import NDArray
 from ..cache import damaged_order
 from ..corpus.document_sources import read_sources
 from ..indexed import IndexedTokens
-from .sample_index import cached_sample_index
+from .best_fit import BestFitIndex, cached_best_fit_index
+from .sample_index import PACKINGS, SampleIndex, TokenSpan, cached_sample_index
 
 Sample = dict[str, torch.Tensor]
-TokenSpan = tuple[int, int, int]  # sequence id, first token, number of tokens
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Select which document boundaries and sources a sample includes.
+    """Select how documents fill samples, and which document boundaries and sources a sample includes.
 
     reset_at_documents: add ``cu_seqlens``, so that states and attention are reset at document boundaries.
     mask_boundaries: set the loss weight of the first token of each document to 0.
     sources: add ``source``, the index of the source of each label in ``dataset.sources``.
+    method: "stream" cuts samples from one stream of documents; "best_fit" keeps documents whole (see `best_fit.py`).
     """
 
     reset_at_documents: bool = False
     mask_boundaries: bool = False
     sources: bool = False
+    method: str = "stream"
+
+    def __post_init__(self) -> None:
+        if self.method not in PACKINGS:
+            raise ValueError(f"packing {self.method!r} is unknown; allowed: {', '.join(PACKINGS)}")
 
 
 class CausalDataset:
@@ -42,13 +49,15 @@ class CausalDataset:
 
     prefix: path of the token file without extension.
     num_samples: samples of the run, which determines the number of epochs.
-    order: "neox" or "reshuffle" (see `sample_index.py`).
+    order: "neox" or "reshuffle" (see `sample_index.py`); "reshuffle" with best-fit packing.
+    min_tokens: documents with fewer tokens are left out.
     cache_directory: folder of the cached index; None keeps it in memory.
 
     ``ds[i]`` -> {"tokens": int64 [T], "labels": int64 [T], "loss_weight": float32 [T]}. Labels are the tokens shifted by one.
     With ``reset_at_documents`` also "cu_seqlens" int32 [segments + 1]: 0, the starts of further documents, then T repeated to
-    a fixed length. With ``sources`` also "source" int64 [T]. Each sequence of the file counts as a document.
-    Raises ValueError as `cached_sample_index`.
+    a fixed length. With ``sources`` also "source" int64 [T]. Each sequence of the file counts as a document. Labels have weight
+    0 in padding, and at the first token of a cut document's piece, which the previous piece predicts.
+    Raises ValueError as `cached_sample_index`, and for best-fit packing in the order "neox".
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class CausalDataset:
         seed: int,
         order: str = "neox",
         packing: Packing = Packing(),
+        min_tokens: int = 0,
         cache_directory: str | Path | None = None,
     ) -> None:
         if sequence_length < 1 or num_samples < 1:
@@ -67,14 +77,21 @@ class CausalDataset:
         self.file = IndexedTokens(prefix)
         self.sequence_length = sequence_length
         self.packing = packing
-        self.index, self.epochs = cached_sample_index(
-            self.file,
-            sequence_length=sequence_length,
-            num_samples=num_samples,
-            seed=seed,
-            order=order,
-            cache_directory=cache_directory,
-        )
+        settings: dict[str, Any] = {
+            "sequence_length": sequence_length,
+            "num_samples": num_samples,
+            "seed": seed,
+            "min_tokens": min_tokens,
+            "cache_directory": cache_directory,
+        }
+        self.index: SampleIndex | BestFitIndex
+        if packing.method == "stream":
+            self.index, self.epochs = cached_sample_index(self.file, order=order, **settings)
+        elif order == "reshuffle":
+            self.index = cached_best_fit_index(self.file, **settings)
+            self.epochs = int(self.index.epochs[0])
+        else:
+            raise ValueError(f"order {order!r} with packing {packing.method!r}: reshuffle is allowed")
         self.segments = int(self.index.most_segments[0])
         self.sources: list[str] = []
         self._source_of: NDArray[np.int16] | None = None
@@ -82,22 +99,25 @@ class CausalDataset:
             self.sources, self._source_of = read_sources(prefix, len(self.file))
 
     def __len__(self) -> int:
-        return len(self.index.shuffle_index)
+        return len(self.index)
 
     def __getitem__(self, number: int) -> Sample:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         spans = self.spans_of_sample(number)
-        sample = _causal_sample(read_spans(self.file, spans, self.sequence_length + 1))
+        length, count = self.sequence_length, sum(span[2] for span in spans)
+        padding = length + 1 - count
+        sample = _causal_sample(np.pad(read_spans(self.file, spans, count), (0, padding)))
         if self.packing.reset_at_documents:
-            sample["cu_seqlens"] = cu_seqlens(spans, self.sequence_length, self.segments)
-        if self.packing.mask_boundaries:
-            # Every span except the first begins a document.
-            starts = [place - 1 for place in _span_starts(spans) if place]
-            sample["loss_weight"][starts] = 0.0
+            sample["cu_seqlens"] = cu_seqlens([*spans, *_padding(padding)], length, self.segments)
+        # The first label of every span except the first follows another document or piece.
+        starts = zip(_span_starts(spans), spans, strict=True)
+        masked = [place - 1 for place, span in starts if place and (self.packing.mask_boundaries or span[1])]
+        sample["loss_weight"][masked] = 0.0
+        sample["loss_weight"][count - 1 :] = 0.0
         if self._source_of is not None:
             source = np.repeat(self._source_of[[span[0] for span in spans]], [span[2] for span in spans])[1:]
-            sample["source"] = torch.from_numpy(source.astype(np.int64))
+            sample["source"] = torch.from_numpy(np.pad(source, (0, padding)).astype(np.int64))
         return sample
 
     def join_sources(self, names: Sequence[str]) -> None:
@@ -108,6 +128,8 @@ class CausalDataset:
 
     def spans_of_sample(self, number: int) -> list[TokenSpan]:
         """Return the token spans of sample ``number``. Raises DamagedDataError if the sample order is damaged."""
+        if isinstance(self.index, BestFitIndex):
+            return self.index.spans(self.file.sizes, number, self.sequence_length)
         try:
             entry, offset = (int(x) for x in self.index.sample_index[int(self.index.shuffle_index[number])])
             return token_spans(self.file.sizes, self.index.document_index, entry, offset, self.sequence_length + 1)
@@ -163,8 +185,9 @@ class SequentialDataset:
         if self.reset_at_documents:
             # first_token and the padding end a document, so they are segments of their own.
             first = [(-1, 0, 1)] if lead else []
-            padding = [(-1, 0, length + 1 - lead - count)] if lead + count <= length else []
-            sample["cu_seqlens"] = cu_seqlens([*first, *spans, *padding], length, self.segments)
+            sample["cu_seqlens"] = cu_seqlens(
+                [*first, *spans, *_padding(length + 1 - lead - count)], length, self.segments
+            )
         return sample
 
     def _most_segments(self) -> int:
@@ -182,6 +205,11 @@ def cu_seqlens(spans: list[TokenSpan], length: int, segments: int) -> torch.Tens
     places = [place for place in _span_starts(spans) if place < length]
     bounds[: len(places)] = places
     return torch.from_numpy(bounds)
+
+
+def _padding(count: int) -> list[TokenSpan]:
+    """Return ``count`` tokens of padding as a span of their own; no span for 0."""
+    return [(-1, 0, count)] if count else []
 
 
 def _causal_sample(stream: NDArray[np.int64]) -> Sample:

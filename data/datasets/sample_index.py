@@ -11,7 +11,7 @@ stream: T + 1 tokens, with one token shared by neighbouring samples. The *shuffl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from ..indexed import IndexedTokens, file_identity
 
 INDEX_VERSION = 2
 ORDERS = ("neox", "reshuffle")
+PACKINGS = ("stream", "best_fit")
+TokenSpan = tuple[int, int, int]  # sequence id, first token, number of tokens
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class SampleIndex:
     sample_index: NDArray
     shuffle_index: NDArray
     most_segments: NDArray
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
 
 
 def epochs_needed(num_samples: int, tokens_per_epoch: int, sequence_length: int) -> int:
@@ -87,21 +92,26 @@ def cached_sample_index(
     num_samples: int,
     seed: int,
     order: str,
+    min_tokens: int = 0,
     cache_directory: str | Path | None,
 ) -> tuple[SampleIndex, int]:
     """Return the index of a token file and its number of epochs, from the cache if it exists.
 
-    Raises ValueError for an unknown order, and with ``reshuffle`` for a file with fewer tokens than one sample.
+    Raises ValueError for an unknown order, with ``reshuffle`` for a file with fewer tokens than one sample, and as
+    `selected_sequences`.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r} of the samples is unknown; allowed: {', '.join(ORDERS)}")
-    tokens = file.num_tokens
+    selected = selected_sequences(file, min_tokens) if min_tokens else None
+    sizes = file.sizes if selected is None else file.sizes[selected]
+    tokens = int(sizes.sum(dtype=np.int64))
     if order == "neox":
         epochs = epochs_needed(num_samples, tokens, sequence_length)
     elif tokens <= sequence_length:
+        of_long = f" in documents of {min_tokens:,} or more" if min_tokens else ""
         raise ValueError(
-            f"{file.prefix}: {tokens:,} tokens are fewer than one sample of {sequence_length:,} + 1, and the order reshuffle"
-            " does not join epochs. Set data.order=neox, which joins them, or a shorter batch.sequence_length."
+            f"{file.prefix}: {tokens:,} tokens{of_long} are fewer than one sample of {sequence_length:,} + 1, and the order"
+            " reshuffle does not join epochs. Set data.order=neox, which joins them, or a shorter batch.sequence_length."
         )
     else:
         epochs = -(-num_samples // ((tokens - 1) // sequence_length))
@@ -112,13 +122,27 @@ def cached_sample_index(
         "sequence_length": sequence_length,
         "epochs": epochs,
         "seed": seed,
+        **({"min_tokens": min_tokens} if min_tokens else {}),
     }
 
     def build() -> dict[str, NDArray]:
         make = build_sample_index if order == "neox" else build_reshuffled_index
-        return vars(make(file.sizes, sequence_length, epochs, seed))
+        index = make(sizes, sequence_length, epochs, seed)
+        return vars(index if selected is None else replace(index, document_index=selected[index.document_index]))
 
     return SampleIndex(**cached_arrays(cache_directory, "samples", made_from, build)), epochs
+
+
+def selected_sequences(file: IndexedTokens, min_tokens: int) -> NDArray[np.int32]:
+    """Return the ids of the sequences with ``min_tokens`` tokens or more: int32. Raises ValueError if there are none."""
+    selected = np.flatnonzero(file.sizes >= min_tokens).astype(np.int32)
+    if not len(selected):
+        longest = int(file.sizes.max())
+        raise ValueError(
+            f"data.blend.min_tokens = {min_tokens}: the longest document of {file.prefix} has {longest:,} tokens; at most "
+            f"{longest} is allowed for this file"
+        )
+    return selected
 
 
 def most_segments(starts: NDArray[np.int64]) -> int:

@@ -38,6 +38,11 @@ class BlendConfig(Section):
         default=None, description="One positive number per file of `data.train`; requires `by: weights`."
     )
     temperature: float = Field(default=1.0, gt=0, description="1 keeps the ratios; above 1 makes them more even.")
+    min_tokens: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None,
+        description="One number per file of `data.train`: documents with fewer tokens are left out. To raise the share of long "
+        "documents, name a file twice: `train: [web, web]`, `blend: {by: weights, weights: [3, 1], min_tokens: [0, 8192]}`.",
+    )
 
 
 class MaskedConfig(Section):
@@ -95,6 +100,11 @@ class DataConfig(Section):
         default="neox",
         description="Order of the samples. neox: one shuffle over all epochs, as GPT-NeoX; reshuffle: one shuffle per epoch, "
         "so that a longer run begins with the samples of a shorter one.",
+    )
+    packing: Literal["stream", "best_fit"] = Field(
+        default="stream",
+        description="How documents fill samples. stream: samples are cut from one stream of documents; best_fit (requires "
+        "`order: reshuffle`): documents stay whole, only those longer than a sample are cut, and samples end with padding.",
     )
     reset_at_documents: bool = Field(
         default=False,

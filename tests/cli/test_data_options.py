@@ -44,11 +44,12 @@ def files(tmp_path_factory) -> dict[str, str]:
 def test_resumed_run_on_a_blend_with_all_data_options_equals_the_uninterrupted_one(arguments, files, tmp_path, capsys):
     changes = {
         "data.corpus": "null",
-        "data.train": f"[{files['pile']}, {files['web']}]",
+        "data.train": f"[{files['pile']}, {files['web']}, {files['pile']}]",
         "data.validation": files["valid"],
         "data.test": files["web"],
-        "data.blend": "{by: weights, weights: [3, 1]}",
+        "data.blend": "{by: weights, weights: [3, 2, 1], min_tokens: [0, 0, 100]}",
         "data.order": "reshuffle",
+        "data.packing": "best_fit",
         "data.reset_at_documents": "true",
         "data.mask_boundaries": "true",
         "batch.ramp": "{start: 2, increment: 2, samples: 6}",

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import train
-from data.datasets.causal import CausalDataset
+from data.datasets.causal import CausalDataset, Packing
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.config.loader import load_config
 from megatron_lite.engine.engine import Engine
@@ -74,5 +74,6 @@ def order_of(words: list[str], samples: int) -> torch.Tensor:
         num_samples=samples,
         seed=config.run.seed,
         order=config.data.order,
+        packing=Packing(method=config.data.packing),
     )
     return torch.stack([dataset[number]["tokens"] for number in range(samples)])

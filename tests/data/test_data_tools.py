@@ -53,6 +53,20 @@ def test_where_a_sample_comes_from(prefix, capsys):
     assert "there is no sample 900: these files give 0 to " in capsys.readouterr().err
 
 
+def test_long_documents_and_those_that_each_packing_cuts(prefix, capsys):
+    assert inspect_data.main([str(prefix), "--sequence-length", "256", "--min-tokens", "100"]) == 0
+    text = capsys.readouterr().out
+    assert "100 tokens or more: 16 documents, " in text
+    assert "one epoch of 16 documents:\n    stream    " in text
+    assert " documents cut (62.5%), padding " in text.split("best_fit")[1]
+    words = ["--sample", "0", "--sequence-length", "256", "--order", "reshuffle", "--packing", "best_fit"]
+    assert inspect_data.main([str(prefix), *words, "--min-tokens", "470"]) == 0
+    text = capsys.readouterr().out
+    assert "  document 19, tokens " in text
+    assert inspect_data.main([str(prefix), *words, "--min-tokens", "482"]) == 2
+    assert "data.blend.min_tokens = 482: the longest document of " in capsys.readouterr().err
+
+
 def test_documents_without_sequences(tmp_path, capsys):
     with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
         for sequences in ([], [[1, 256]], [], [[2], [3]], []):

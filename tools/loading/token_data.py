@@ -95,7 +95,7 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
         result = PreparedData(
             train=data.train_files,
             validation=data.validation,
-            train_tokens=sum(IndexedTokens(prefix).num_tokens for prefix in data.train_files),
+            train_tokens=sum(IndexedTokens(prefix).num_tokens for prefix in set(data.train_files)),
             validation_text=None,
             validation_bytes=None if manifest is None else manifest.get("bytes"),
             tokenizer_type=data.tokenizer.type,

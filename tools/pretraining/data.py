@@ -51,11 +51,10 @@ def training_samples(
         )
         samples.file.vocab_size = config.model.vocab_size
         return samples
-    packing = Packing(settings.reset_at_documents, settings.mask_boundaries, config.logging.loss_by_source)
-    blend = settings.blend
-    samples = training_dataset(
-        data.train, Shares(blend.by, blend.weights, blend.temperature), packing=packing, **common
+    packing = Packing(
+        settings.reset_at_documents, settings.mask_boundaries, config.logging.loss_by_source, settings.packing
     )
+    samples = training_dataset(data.train, Shares(**settings.blend.model_dump()), packing=packing, **common)
     for part in samples.datasets if isinstance(samples, BlendedDataset) else [samples]:
         part.file.vocab_size = config.model.vocab_size
     return samples

@@ -42,6 +42,15 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
             (*MASKED, "data.reset_at_documents=true"),
             "data.reset_at_documents = true: padded rows hold one document each; set it to false, or data.masked.layout = packed",
         ),
+        (
+            (*FILES, "data.blend.min_tokens=[4096]"),
+            "data.blend.min_tokens = [4096]: one number per file of data.train is required, 2 in all",
+        ),
+        (("data.packing=best_fit",), "data.order = neox with data.packing = best_fit: reshuffle is allowed; set"),
+        (
+            (*MASKED, "data.packing=best_fit"),
+            "data.packing = best_fit requires data.objective = causal; set it to stream",
+        ),
         ((*MASKED, "data.mask_boundaries=true"), "data.mask_boundaries = true requires data.objective = causal"),
         (
             (*BATCH, "batch.ramp={start: 6, increment: 4, samples: 9}"),
