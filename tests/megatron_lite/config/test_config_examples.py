@@ -90,6 +90,7 @@ def test_parts_load_over_the_default_run(path: Path) -> None:
         ("gated_delta_net_360m", 3e-4, 0.5e6, 15e9, 3e-5),
         ("kda_1.4b", 2e-4, 2e6, 100e9, 2e-5),
         ("gated_delta_net_1.4b", 2e-4, 2e6, 100e9, 2e-5),
+        ("gated_delta_net_hybrid_1.4b", 2e-4, 2e6, 100e9, 2e-5),
         ("transformer_410m", 3e-4, 2e6, 300e9, 3e-5),
         ("transformer_1.4b", 2e-4, 2e6, 300e9, 2e-5),
     ],
@@ -109,7 +110,10 @@ def test_recipes_are_the_papers(name: str, lr: float, batch_tokens: float, token
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("kda_1.4b", 1465.9), ("gated_delta_net_1.4b", 1462.3), ("kda_360m", 359.6), ("gated_delta_net_360m", 365.9)],
+    [
+        *(("kda_1.4b", 1465.9), ("gated_delta_net_1.4b", 1462.3), ("gated_delta_net_hybrid_1.4b", 1412.7)),
+        *(("kda_360m", 359.6), ("gated_delta_net_360m", 365.9)),
+    ],
 )
 def test_parameters_of_the_delta_rule_models(name: str, millions: float) -> None:
     assert round(count_parameters(load(CONFIGS / f"{name}.yml").model) / 1e6, 1) == millions

@@ -296,9 +296,13 @@ def test_every_mixer_has_a_tiny_configuration() -> None:
     assert {name for path in TINY for name in tiny(path).mixers} == set(MIXERS)
 
 
-def test_hybrid_model_decodes() -> None:
-    config = tiny(ROOT / "configs/model/lion_hybrid_tiny.yml")
-    assert config.mixers == ("metala", "attention", "lion")
+@pytest.mark.parametrize(
+    ("name", "mixers"),
+    [("lion", ("metala", "attention", "lion")), ("gated_delta_net", ("gated_delta_net",) * 3 + ("attention",))],
+)
+def test_hybrid_model_decodes(name: str, mixers: tuple[str, ...]) -> None:
+    config = tiny(ROOT / f"configs/model/{name}_hybrid_tiny.yml")
+    assert config.mixers == mixers
     model = LanguageModel(config, seed=3)
     data = torch.randint(0, 512, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
