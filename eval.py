@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from tools.cli.arguments import command, interrupted
-from tools.evaluation.options import evaluation_parser
+from tools.evaluation.options import parse_evaluation
 from tools.evaluation.request import EvaluationRequest
 
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.evaluation.command import compare_command, table_command
 
         return (compare_command if words[0] == "compare" else table_command)(words[1:])
-    request = EvaluationRequest.from_options(evaluation_parser().parse_args(words))
+    request = EvaluationRequest.from_options(parse_evaluation(words))
     try:
         from tools.evaluation.command import evaluate_model
 

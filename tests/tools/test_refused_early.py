@@ -15,6 +15,7 @@ from tests.tools.masked_lm.conftest import masked_run
 __all__ = ["eval_data", "masked_run"]
 
 TASKS, MODEL = "tools.evaluation.harness.load_tasks", "tools.evaluation.needle.open_model"
+RULER = "tools.evaluation.ruler.open_model"
 WEIGHTS, SUITES = "tools.loading.model.read_weights", "tools.evaluation.command.run_suites"
 SYNTHETIC = "tools.synthetic.command.synthetic_command"
 
@@ -36,6 +37,9 @@ CASES = [
     ("eval", "RUN --suite needle --filler NONE", MODEL, "nothing: No such file"),
     ("eval", "EXPORT --suite needle", MODEL, "name the filler with --filler FILE"),
     ("eval", "MASKED --suite needle", MODEL, "is a masked model: it reads both directions"),
+    ("eval", "RUN --suite ruler --filler NONE", RULER, "nothing: No such file"),
+    ("eval", "RUN --suite ruler --tasks piqa", RULER, "--tasks piqa: there is no such task of RULER; allowed are"),
+    ("eval", "MASKED --suite ruler", RULER, "is a masked model: it reads both directions"),
     ("eval", "RUN --suite superglue --data NONE", SUITES, "nothing does not exist"),
     ("eval", "EXPORT --suite superglue --data FILE --by-position", SUITES, "export: --by-position needs a run"),
     ("eval", "RUN --suite mqar", SYNTHETIC, "tiny: --suite mqar trains its own models and takes no checkpoint"),

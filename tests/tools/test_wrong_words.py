@@ -51,6 +51,7 @@ CASES = {
         ("RUN --dtype int8", "dtype = 'int8': allowed are auto, fp32"),
         ("RUN --sequence-length x", "--sequence-length: x: a whole number, 1 or more, is allowed"),
         ("RUN --suite needle --depths 200", "--depths 200: percent of the filler, from 0 to 100"),
+        ("RUN --suite ruler --samples 0", "--samples: 0: a whole number, 1 or more"),
         ("table NONE", "does not exist: python eval.py MODEL --suite ... writes it"),
         ("compare TEXT TEXT", "is no JSON"),
         ("--suite mqar tasks=[8xq]", "'8xq': allowed is LENGTHxPAIRS, for example"),
@@ -267,7 +268,7 @@ def test_every_program_is_here():
         called = {
             node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
-        return called & {"command_line", "evaluation_parser"} and any(
+        return called & {"command_line", "parse_evaluation"} and any(
             isinstance(n, ast.FunctionDef) and n.name == "main" for n in tree.body
         )
 

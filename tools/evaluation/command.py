@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.atomic_io import read_json, write_text
+from data.atomic_io import write_text
 from tools.evaluation.document_metrics import metric_value, metrics_of
 from tools.evaluation.harness import Prepared, evaluate, model_settings, prepare_tasks, shots_of, task_settings
 from tools.evaluation.open_model import is_huggingface, locate_model, open_model, results_file
@@ -15,7 +15,6 @@ from tools.evaluation.report import bar_chart, latex, markdown
 from tools.evaluation.request import EvaluationRequest, TaskRequest
 from tools.evaluation.results_file import (
     KINDS,
-    RESULTS_FILE,
     check_output,
     difference,
     earlier_results,
@@ -44,6 +43,10 @@ def evaluate_model(request: EvaluationRequest) -> None:
         from tools.evaluation.needle import run_needle
 
         run_needle(request, request.needle, located)
+    if request.ruler is not None:
+        from tools.evaluation.ruler import run_ruler
+
+        run_ruler(request, request.ruler, located)
     if request.tasks is not None:
         run_suites(request, request.tasks, located)
     if request.texts is not None:
@@ -55,8 +58,8 @@ def evaluate_model(request: EvaluationRequest) -> None:
 def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
     """Check all that needs neither weights nor the hub's data. Return the checkpoint, or None for a Hugging Face model.
 
-    Raises as `read_suite`, `check_needle`, `locate_model`, `check_output` and `check_texts`; ValueError for texts of a
-    masked or Hugging Face model, and for one `--out` of several kinds of results.
+    Raises as `read_suite`, `check_needle`, `check_ruler`, `locate_model`, `check_output` and `check_texts`; ValueError for
+    texts of a masked or Hugging Face model, and for one `--out` of several kinds of results.
     """
     if request.tasks is not None:
         for name in request.tasks.suites:
@@ -76,6 +79,10 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
         from tools.evaluation.needle import check_needle
 
         check_needle(request.needle, huggingface=huggingface)
+    if request.ruler is not None:
+        from tools.evaluation.ruler import check_ruler
+
+        check_ruler(request.ruler)
     if request.texts is not None and huggingface:
         from tools.evaluation.texts import check_huggingface_texts
 
@@ -209,36 +216,24 @@ def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, flo
 
 
 def _add_to_run(loaded: LoadedModel, results: Results, prepared: Prepared) -> None:
-    """Add the scores to the run's results file, which its report page and the card of its export show.
+    """Add the scores to the run's results file with standard error, chance and number of documents."""
+    from tools.evaluation.run_results import add_to_run
 
-    The key "details" has standard error, chance and number of documents of each score.
-    """
-    from tools.evaluation.texts import model_facts
-
-    path = loaded.run / RESULTS_FILE
-    content = read_json(path, "remove it: python eval.py RUN writes it again") if path.is_file() else {}
-    facts = model_facts(loaded)
-    if content.get("checkpoint", facts["checkpoint"]) != facts["checkpoint"]:
-        return
-    content = {**facts, **content}
     members, chance = results["metalion"].get("members", {}), results["metalion"].get("chance", {})
-    for key in ("results", "details"):
-        content.setdefault(key, {})
+    scores: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     for suite in prepared.suites:
         names = dict.fromkeys(name for task in suite.tasks for name in (task, *members.get(task, ())))
         for task in (name for name in names if name in results["results"]):
-            scores = {m: score for m in metrics_of(results, task) if (score := metric_value(results, task, m))}
+            values = {m: score for m in metrics_of(results, task) if (score := metric_value(results, task, m))}
             samples = results.get("n-samples", {}).get(task, {})
             shared = {"documents": samples.get("effective"), "whole": samples and whole_size(results, task)}
-            details = {
+            scores.setdefault(suite.name, {})[task] = {metric: value for metric, (value, _) in values.items()}
+            details.setdefault(suite.name, {})[task] = {
                 metric: {"stderr": error, "chance": chance.get(task) if metric.startswith("acc") else None, **shared}
-                for metric, (_, error) in scores.items()
+                for metric, (_, error) in values.items()
             }
-            content["results"].setdefault(suite.name, {})[task] = {
-                metric: value for metric, (value, _) in scores.items()
-            }
-            content["details"].setdefault(suite.name, {})[task] = details
-    write_json(path, content)
+    add_to_run(loaded, scores, details)
 
 
 def _suites_of(models: Sequence[Mapping[str, Any]], requested: Sequence[Suite] = ()) -> list[Suite]:

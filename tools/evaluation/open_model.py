@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.evaluation.request import EvaluationRequest
-from tools.evaluation.results_file import NEEDLE_FILE, PERPLEXITY_FILE, RESULTS_FILE, number_format
+from tools.evaluation.results_file import NEEDLE_FILE, PERPLEXITY_FILE, RESULTS_FILE, RULER_FILE, number_format
 
 if TYPE_CHECKING:
     from tools.loading.model import LoadedModel, LocatedCheckpoint
@@ -38,6 +38,13 @@ class OpenedModel:
     loaded: LoadedModel | None
     finish: Callable[[], None]
     cache: Path | None = None
+
+    @property
+    def cached_lm(self) -> Any:
+        """Return the model with a cache of its answers."""
+        from lm_eval.api.model import CachingLM
+
+        return self.lm if self.cache is None else CachingLM(self.lm, str(self.cache))
 
 
 def is_huggingface(name: str) -> bool:
@@ -86,7 +93,7 @@ def results_file(request: EvaluationRequest, located: LocatedCheckpoint | None, 
     """Return `--out`, or the file of the model's results. kind: as `results_file.KINDS`."""
     if request.out:
         return request.out
-    file = NEEDLE_FILE if kind == "needle" else RESULTS_FILE
+    file = {"needle": NEEDLE_FILE, "ruler": RULER_FILE}.get(kind, RESULTS_FILE)
     if located is None:
         file = PERPLEXITY_FILE if kind == "texts" else file
         return Path("runs") / "evaluation" / _title(request) / file

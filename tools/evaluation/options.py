@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,14 @@ def evaluation_parser() -> argparse.ArgumentParser:
         type=words,
         default=[],
         metavar="A,B",
-        help="superglue, commonsense, needle, or a YAML file; mqar, mad, listops (no checkpoint: --suite mqar --help)",
+        help="superglue, commonsense, needle, ruler, or a YAML file; mqar, mad, listops (no checkpoint: --suite mqar --help)",
     )
     suites.add_argument(
-        "--tasks", type=words, default=[], metavar="A,B", help="tasks, groups and tags of the harness (mmlu, ai2_arc)"
+        "--tasks",
+        type=words,
+        default=[],
+        metavar="A,B",
+        help="tasks, groups and tags of the harness (mmlu, ai2_arc); with --suite ruler, tasks of RULER",
     )
     suites.add_argument(*_both("--include-path"), type=Path, metavar="FOLDER", help="folder with your own task YAMLs")
     suites.add_argument(
@@ -95,24 +101,39 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "--max-length", type=positive, help="tokens that the model reads at once (default: as in training)"
     )
     suites.add_argument(
-        "--samples",
         *_both("--log-samples"),
         dest="save_samples",
         action="store_true",
-        help="also write every document with its answers",
+        help="also write every document with its answers; as --samples without a number",
     )
     suites.add_argument("--name", help="name of the model in tables")
     suites.add_argument(
         *_both("--trust-remote-code"), action="store_true", help="run the Python code in a Hugging Face folder"
     )
     suites.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
-    needle = parser.add_argument_group("needle in a haystack (--suite needle)")
+    needle = parser.add_argument_group("needle in a haystack (--suite needle) and RULER (--suite ruler)")
     needle.add_argument(
-        "--lengths", type=numbers, metavar="N,N", help="tokens of a text (default 2048,4096,8192,16384)"
+        "--lengths",
+        type=numbers,
+        metavar="N,N",
+        help="tokens of a text, also as N N (default 2048,4096,8192,16384; RULER also 1024)",
     )
-    needle.add_argument("--depths", type=numbers, metavar="P,P", help="percent (default 0,10,...,100)")
-    needle.add_argument("--needles", type=positive, default=5, metavar="N", help="facts per cell (default 5)")
-    needle.add_argument("--filler", type=Path, metavar="FILE", help="a text; default: the run's validation text")
+    needle.add_argument(
+        "--depths", type=numbers, metavar="P,P", help="needle: percent, also as P P (default 0,10,...,100)"
+    )
+    needle.add_argument("--needles", type=positive, default=5, metavar="N", help="needle: facts per cell (default 5)")
+    needle.add_argument(
+        "--samples",
+        type=positive,
+        metavar="N",
+        help="RULER: texts per task and length (default 100; the paper has 500)",
+    )
+    needle.add_argument(
+        "--filler",
+        type=Path,
+        metavar="FILE",
+        help="a text that hides needles; default: the run's validation text, for RULER generated prose",
+    )
     texts = parser.add_argument_group("perplexity")
     texts.add_argument(
         "--data",
@@ -143,7 +164,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
         type=_seeds,
         metavar="N[,N,N,N]",
         help="seeds of random, NumPy, torch and the examples in the prompt (default 0,1234,1234,1234); the first is also"
-        " the needles' seed",
+        " the seed of needles and RULER",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
     parser.add_argument("--dtype", default="auto", help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32)")
@@ -154,6 +175,25 @@ def evaluation_parser() -> argparse.ArgumentParser:
         " evaluation/STEP/results.json there, of a Hugging Face model in runs/evaluation/NAME)",
     )
     return parser
+
+
+def parse_evaluation(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line of `python eval.py MODEL ...`.
+
+    Numbers after --lengths and --depths may be separated by spaces. --samples without a number is --log-samples.
+    """
+    joined: list[str] = []
+    for word in arguments:
+        is_number = re.fullmatch(r"[\d,]+", word) is not None
+        if is_number and len(joined) > 1 and joined[-2] in ("--lengths", "--depths"):
+            joined[-1] += f",{word}"
+            continue
+        if joined[-1:] == ["--samples"] and not is_number:
+            joined[-1] = "--log-samples"
+        joined.append(word)
+    if joined[-1:] == ["--samples"]:
+        joined[-1] = "--log-samples"
+    return evaluation_parser().parse_args(joined)
 
 
 def _both(option: str) -> tuple[str, str]:
@@ -192,6 +232,7 @@ EPILOG = """examples:
                                                            tables with the paper's rows
   python eval.py EleutherAI/pythia-410m --suite commonsense    any Hugging Face model, in the same table
   python eval.py runs/default --suite needle               a fact in a long text, by length and depth, as a heat map
+  python eval.py runs/default --suite ruler --lengths 1024 4096 --samples 50    RULER's tasks by length
   python eval.py runs/default --tasks piqa,ai2_arc,mmlu    tasks, tags and groups of the harness
   python eval.py runs/default --tasks my_task --include-path my_tasks --limit 10    your own task, ten documents
   python eval.py CHAT_MODEL --tasks gsm8k --apply-chat-template --system-instruction "Be brief." --gen-kwargs temperature=0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-NEEDLE = "needle"  # a suite that is no task of the harness
+NEEDLE, RULER = "needle", "ruler"  # suites that are no tasks of the harness
 LENGTHS = (2048, 4096, 8192, 16384)
 SEEDS = (0, 1234, 1234, 1234)  # the harness's defaults
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -74,6 +74,27 @@ class NeedleRequest:
 
 
 @dataclass(frozen=True)
+class RulerRequest:
+    """Request the synthetic tasks of RULER.
+
+    Attributes:
+        tasks: keys of `data.synthetic.ruler.TASKS`; empty for all.
+        without: tasks to leave out.
+        lengths: tokens per text, with the generated answer.
+        samples: texts per task and length.
+        seed: of needles, words and places.
+        filler: a text file that hides the needles; None for generated prose.
+    """
+
+    tasks: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (1024, *LENGTHS)
+    samples: int = 100
+    seed: int = 0
+    filler: Path | None = None
+
+
+@dataclass(frozen=True)
 class TextRequest:
     """Request the perplexity of texts.
 
@@ -100,7 +121,7 @@ class EvaluationRequest:
 
     Attributes:
         checkpoint: folder of a run or of a checkpoint, or a Hugging Face model.
-        tasks, needle, texts: the kinds of evaluations; None for a kind that is not requested.
+        tasks, needle, ruler, texts: the kinds of evaluations; None for a kind that is not requested.
         device, dtype: as `tools.loading.model.locate_checkpoint`.
         out: the results file; None for a file in the run's folder.
         name: the model's name in tables; None for the name of the run.
@@ -113,6 +134,7 @@ class EvaluationRequest:
     checkpoint: str
     tasks: TaskRequest | None = None
     needle: NeedleRequest | None = None
+    ruler: RulerRequest | None = None
     texts: TextRequest | None = None
     device: str = "auto"
     dtype: str = "auto"
@@ -126,7 +148,7 @@ class EvaluationRequest:
     @property
     def kinds(self) -> list[str]:
         """Return the requested kinds of results, keys of `results_file.KINDS`, in the order of their evaluation."""
-        requested = {"needle": self.needle, "suites": self.tasks, "texts": self.texts}
+        requested = {"needle": self.needle, "ruler": self.ruler, "suites": self.tasks, "texts": self.texts}
         return [kind for kind, request in requested.items() if request is not None]
 
     @classmethod
@@ -135,15 +157,19 @@ class EvaluationRequest:
 
         Every option has the name of a field.
         """
-        suites = tuple(name for name in options.suite if name != NEEDLE)
-        tasks = texts = needle = None
+        suites = tuple(name for name in options.suite if name not in (NEEDLE, RULER))
+        tasks = texts = needle = ruler = None
+        seed = (options.seed or [0])[0] or 0
+        if RULER in options.suite:  # its tasks are those of --tasks
+            ruler = _filled(RulerRequest, options, seed=seed)
+            options.tasks = []
         if suites or options.tasks:
             tasks = _filled(TaskRequest, options, suites=suites)
         if NEEDLE in options.suite:
-            needle = _filled(NeedleRequest, options, seed=(options.seed or [0])[0] or 0)
+            needle = _filled(NeedleRequest, options, seed=seed)
         if options.data or options.by_position or not (options.suite or options.tasks):
             texts = _filled(TextRequest, options)
-        return _filled(cls, options, tasks=tasks, needle=needle, texts=texts)
+        return _filled(cls, options, tasks=tasks, needle=needle, ruler=ruler, texts=texts)
 
 
 def _filled(kind: type[Any], options: argparse.Namespace, **values: Any) -> Any:

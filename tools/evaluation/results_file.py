@@ -12,11 +12,12 @@ from typing import Any
 from data import atomic_io
 from data.atomic_io import read_json, write_text
 
-RESULTS_FILE, NEEDLE_FILE = "results.json", "needle.json"
+RESULTS_FILE, NEEDLE_FILE, RULER_FILE = "results.json", "needle.json", "ruler.json"
 PERPLEXITY_FILE = "perplexity.json"  # of a Hugging Face model, whose folder has the suites' results.json
 # Kind of results -> (a key that only its files have, a description).
 KINDS = {
     "suites": ("metalion", "suites or tasks"),
+    "ruler": ("tasks", "--suite ruler"),
     "needle": ("cells", "--suite needle"),
     "texts": ("checkpoint", "perplexities of texts"),
 }
@@ -53,7 +54,7 @@ def check_output(out: Path, kind: str | None = None) -> None:
         raise ValueError(f"{out} cannot be written, {folder} is no folder: {remedy}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{out} cannot be written, no permission to write in {folder}: {remedy}")
-    if kind in ("suites", "needle") and out.suffix in _TABLE_SUFFIXES:
+    if kind in ("suites", "needle", "ruler") and out.suffix in _TABLE_SUFFIXES:
         raise ValueError(
             f"{out}: the results are JSON; tables and chart get the suffixes {', '.join(_TABLE_SUFFIXES)}: "
             f"name {out.with_suffix('.json')} with --out"

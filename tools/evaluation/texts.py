@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import write_json
 from data.corpus.discovery import source_files
 from data.indexed import IndexedTokens
-from megatron_lite.checkpoint.storage import versions
 from tools.evaluation.data_parallel import Processes
 from tools.evaluation.loss_by_position import run_positions
 from tools.evaluation.open_model import checkpoint_hash, results_file
@@ -20,6 +18,7 @@ from tools.evaluation.perplexity import TokenText, perplexity, raw_text, token_f
 from tools.evaluation.request import EvaluationRequest, TextRequest
 from tools.evaluation.request_cache import RequestCache
 from tools.evaluation.results_file import earlier_results, number_format
+from tools.evaluation.run_results import model_facts
 from tools.loading.model import LoadedModel, LocatedCheckpoint, load_located
 from tools.reporting.tables import plain_table
 
@@ -131,18 +130,6 @@ def write_results(
         **({} if by_position is None else {"by_position": by_position}),
     }
     write_json(out, content)
-
-
-def model_facts(loaded: TextModel) -> dict[str, Any]:
-    """Return the description of a model, a device and a date in a results file."""
-    return {
-        "checkpoint": str(loaded.checkpoint.resolve() if isinstance(loaded, LoadedModel) else loaded.checkpoint),
-        "step": loaded.step,
-        "parameters": loaded.num_parameters,
-        "device": str(loaded.device),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-    }
 
 
 def check_texts(names: tuple[str, ...]) -> None:

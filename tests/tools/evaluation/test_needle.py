@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import eval as command
 from tests.tools.masked_lm.conftest import masked_run
 from tools.evaluation import needle
-from tools.evaluation.needle import cells, check_needle, questions, run_needle, split_filler
+from tools.evaluation.haystack import split_filler
+from tools.evaluation.needle import cells, check_needle, questions, run_needle
 from tools.evaluation.open_model import locate_model
 from tools.evaluation.request import EvaluationRequest, NeedleRequest
 from tools.inference.generation import generate
@@ -218,11 +219,11 @@ def test_cells_of_a_model_with_a_window_form_a_staircase(trained_run: Path, tmp_
 
 def test_interrupted_table_resumes(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     words = [str(trained_run), *WORDS, "--out", str(tmp_path / "needle.json")]
-    write = needle._write
-    monkeypatch.setattr(needle, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    write = needle.write_cells
+    monkeypatch.setattr(needle, "write_cells", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert command.main(words) == 130
     assert "the same command resumes" in capsys.readouterr().err
-    monkeypatch.setattr(needle, "_write", write)
+    monkeypatch.setattr(needle, "write_cells", write)
     monkeypatch.setattr("tools.evaluation.scoring.Scorer._step", None)  # no batch is computed
     assert command.main(words) == 0
     assert "resuming with 12 answers" in capsys.readouterr().err

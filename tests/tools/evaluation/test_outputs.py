@@ -50,6 +50,7 @@ def test_samples_with_a_score_of_nan_are_json(tmp_path: Path) -> None:
 KINDS = {
     "suites": ({"metalion": {}, "results": {}}, ["--tasks", "copa"]),
     "needle": ({"cells": [], "model": {}}, ["--suite", "needle"]),
+    "ruler": ({"tasks": [], "cells": [], "model": {}}, ["--suite", "ruler"]),
     "texts": ({"checkpoint": "", "results": {}}, ["--by-position"]),
 }
 

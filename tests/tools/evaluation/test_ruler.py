@@ -1,0 +1,177 @@
+"""RULER: scores against cases by hand, tables, resumed and merged results, refused input, Hugging Face models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+import eval as command
+from data.synthetic.ruler import TASKS, RulerExample
+from tests.tools.masked_lm.conftest import masked_run
+from tools.evaluation import ruler
+from tools.evaluation.cells import with_cells
+from tools.evaluation.haystack import position_limit
+from tools.evaluation.open_model import locate_model
+from tools.evaluation.options import parse_evaluation
+from tools.evaluation.request import EvaluationRequest, RulerRequest
+from tools.evaluation.ruler import Text, run_ruler, score_cells, string_match, table, task_names
+
+__all__ = ["masked_run"]
+
+
+def text(task: str, length: int, *answers: str, depth: float | None = None) -> Text:
+    return Text(task, length, 0, RulerExample("", "", "", answers, depth), 8)
+
+
+@pytest.mark.parametrize(
+    ("output", "answers", "score"),
+    [
+        (" 1234567.", ["1234567"], 1),
+        (" 123456", ["1234567"], 0),
+        ("AB12-cd, and more", ["ab12-CD"], 1),
+        (" 1, 2,\n\n 3", ["1", "2", "3", "4"], 0.75),
+        ("", ["1"], 0),
+    ],
+)
+def test_score_is_the_share_of_answers_in_the_output(output: str, answers: list[str], score: float) -> None:
+    assert string_match(output, answers) == score
+
+
+def test_cells_and_tables_hold_means() -> None:
+    texts = [
+        text("niah_single_1", 512, "1", depth=0.0),
+        text("niah_single_1", 512, "2", depth=1.0),
+        text("vt", 512, "A", "B"),
+        text("vt", 512, "C", "D"),
+        text("vt", 256, "C", "D"),
+    ]
+    cells = score_cells(texts, ["1", "none", "A", "c d", ""])
+    assert [(cell["task"], cell["length"], cell["score"]) for cell in cells] == [
+        ("niah_single_1", 512, 0.5),
+        ("vt", 512, 0.75),
+        ("vt", 256, 0),
+    ]
+    assert [cell["stderr"] for cell in cells] == [0.5, 0.25, None]
+    results = with_cells({}, {"title": "m", "samples": 2, "cells": cells}, "task", list(TASKS).index)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(results).splitlines() if "|" in line]
+    assert lines[0] == ["task", "256", "512", "average"]
+    assert lines[2:5] == [
+        ["niah_single_1", "-", "50.0", "-"],
+        ["vt", "0.0", "75.0", "37.5"],
+        ["average", "-", "62.5", "-"],
+    ]
+    assert lines[5] == ["depth, %", "256", "512", "average"]
+    assert lines[7:] == [["0", "-", "100.0", "-"], ["100", "-", "0.0", "-"], ["average", "-", "50.0", "-"]]
+
+
+WORDS = ["--suite", "ruler", "--device", "cpu", "--samples", "2", "--tasks", "niah_single_1,niah_multiquery"]
+
+
+def test_run_answers_resumes_and_merges(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    out, pictures = tmp_path / "ruler.json", []
+    words = [str(trained_run), *WORDS, "--lengths", "1000", "1100", "--out", str(out)]
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: pictures.append(figure))
+    write = ruler.write_cells
+    monkeypatch.setattr(ruler, "write_cells", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert command.main(words) == 130
+    assert "the same command resumes with the cached answers" in capsys.readouterr().err
+    monkeypatch.setattr(ruler, "write_cells", write)
+    monkeypatch.setattr("tools.evaluation.adapter.generate", None)  # nothing is generated
+    assert command.main([*words, "--log-samples"]) == 0
+    printed = capsys.readouterr()
+    assert "resuming with 8 answers" in printed.err
+    assert "was trained at 32 tokens: longer texts measure extrapolation" in printed.err
+    first = json.loads(out.read_text())
+    assert (first["tasks"], first["lengths"]) == (["niah_single_1", "niah_multiquery"], [1000, 1100])
+    assert [row["depth"] for row in first["cells"][0]["examples"]] == [0.0, 0.7]
+    for cell in first["cells"]:
+        for row in cell["examples"]:
+            assert row["score"] == string_match(row["output"], row["answers"])
+    assert "| task            | 1,000 | 1,100 | average |" in out.with_suffix(".md").read_text()
+    assert "| task            | 1,000 | 1,100 | average |" in printed.out
+    left, right = pictures[-1].axes
+    assert [label.get_text() for label in left.get_yticklabels()] == first["tasks"]
+    assert [label.get_text() for label in right.get_yticklabels()] == ["0", "70"]
+    assert "(trained at 32)" in left.get_xlabel()
+    assert not (tmp_path / "answers").exists()
+    scores = json.loads((trained_run / "results.json").read_text())["results"]["ruler"]
+    assert set(scores["niah_single_1"]) == {"score at 1,000 tokens", "score at 1,100 tokens"}
+
+    monkeypatch.undo()
+    assert command.main([*words[:-4], "1000", "--out", str(out), "--tasks", "fwe"]) == 0
+    merged = json.loads(out.read_text())
+    assert (merged["tasks"], merged["lengths"]) == (["niah_single_1", "niah_multiquery", "fwe"], [1000, 1100])
+    assert [cell for cell in merged["cells"] if cell["task"] != "fwe"] == first["cells"]
+    for more, message in (
+        (["--samples", "3"], "--samples 2, not 3"),
+        (["--seed", "1"], "--seed 0, not 1"),
+        (["--filler", str(out)], "filler generated prose, not"),
+    ):
+        assert command.main([*words, *more]) == 2
+        assert f"{out} holds results of {message}" in capsys.readouterr().err
+    assert json.loads(out.read_text()) == merged
+
+
+def test_refused_requests(trained_run: Path, masked_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    def refusal(*words: object) -> str:
+        assert command.main([str(word) for word in (*words, "--out", tmp_path / "r" / "ruler.json")]) == 2
+        assert not (tmp_path / "r").exists()
+        return capsys.readouterr().err
+
+    run = (trained_run, *WORDS)
+    assert "--tasks piqa: there is no such task of RULER; allowed are" in refusal(*run, "--tasks", "piqa")
+    assert "did you mean niah_single_1" in refusal(*run, "--tasks", "niah_singel_1")
+    assert "--without leaves no task of RULER" in refusal(*run, "--tasks", "vt", "--without", "vt")
+    assert "--lengths 0: tokens of a text, 1 or more" in refusal(*run, "--lengths", "0", "600")
+    short = refusal(*run, "--lengths", "100", "600")
+    assert "length 100: the shortest example of niah_single_1 takes" in short
+    assert "with --lengths, or leave the task out with --without niah_single_1" in short
+    filler = tmp_path / "filler.txt"
+    filler.write_text("One line.\nTwo lines.\n")
+    assert "--lengths 600: the filler has 21 tokens" in refusal(*run, "--lengths", "600", "--filler", filler)
+    assert "is a masked model" in refusal(masked_run, *WORDS)
+    monkeypatch.setattr(ruler, "position_limit", lambda _: 512)
+    assert "--lengths 600: tiny, step 30 has 512 positions; name 512 or less" in refusal(*run, "--lengths", "600")
+
+
+def test_learned_positions_of_a_hugging_face_model_are_a_limit() -> None:
+    tokens, positions = nn.Embedding(8, 4), nn.Embedding(64, 4)
+    limits = []
+    for modules in ({"wte": tokens, "wpe": positions}, {"embed_tokens": tokens}):  # as GPT-2 and as Llama
+        model = nn.ModuleDict(modules)
+        model.config = SimpleNamespace(max_position_embeddings=64)
+        limits.append(position_limit(SimpleNamespace(loaded=None, lm=SimpleNamespace(model=model))))
+    assert limits == [64, None]
+
+
+def test_tasks_of_the_command_line_belong_to_ruler() -> None:
+    words = ["run", "--suite", "ruler,superglue", "--tasks", "vt,fwe", "--lengths", "1024", "2,048", "--without", "fwe"]
+    request = EvaluationRequest.from_options(parse_evaluation([*words, "--samples", "7", "--seed", "3", "--samples"]))
+    assert request.ruler == RulerRequest(("vt", "fwe"), ("fwe",), (1024, 2, 48), 7, 3)
+    assert (request.tasks.suites, request.tasks.tasks, request.save_samples) == (("superglue",), (), True)
+    assert task_names(request.ruler) == ["vt"]
+    assert task_names(RulerRequest()) == list(TASKS)
+
+
+def test_hugging_face_model_gives_the_same_outputs(trained_run: Path, tmp_path: Path) -> None:
+    from tools.conversion.export_hf import export
+
+    export(trained_run, tmp_path / "export")
+    wanted, found = RulerRequest(("niah_single_2", "fwe"), (), (900,), samples=2), {}
+    for name, model in (("ours", trained_run), ("theirs", tmp_path / "export")):
+        request = EvaluationRequest(
+            str(model),
+            ruler=wanted,
+            device="cpu",
+            out=tmp_path / name / "ruler.json",
+            progress=False,
+            save_samples=True,
+            trust_remote_code=True,
+        )
+        found[name] = run_ruler(request, wanted, locate_model(request))
+        assert not (tmp_path / name / "answers").exists()
+    assert found["ours"]["cells"] == found["theirs"]["cells"]
