@@ -107,7 +107,7 @@ class Trainer(Generic[ModelT]):
         flops_per_token: training FLOPs, forward and backward. peak_flops: of one device. None: no MFU.
         config_yaml: stored in every checkpoint.
         sources: names of the sources of the text, indexed by `source` of the batches, for per-source losses.
-        sample: returns text of the model. Every process calls it after each validation.
+        sample: returns text of the model, as values to log. Every process calls it after each validation.
         suites: returns scores of `evaluation.suites`. Every process calls it; processes without results return nothing.
         early: signals received before the trainer existed; they stop it after its first step.
     """
@@ -127,7 +127,7 @@ class Trainer(Generic[ModelT]):
         config_yaml: str,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
-        sample: Callable[[], str] | None = None,
+        sample: Callable[[], dict[str, str]] | None = None,
         suites: Callable[[], dict[str, float]] | None = None,
         early: StopSignal | None = None,
     ) -> None:
@@ -293,10 +293,9 @@ class Trainer(Generic[ModelT]):
             return None
         if self._sample is not None:
             with self.engine.evaluating():
-                text = self._sample()
+                sample = self._sample()
             if self.metrics is not None:
-                prompt = self.config.evaluation.prompt
-                self.metrics.log(self.state.step, {"prompt": prompt, "text": text}, kind="sample")
+                self.metrics.log(self.state.step, sample, kind="sample")
         return values
 
     def _evaluate(self, data: ValidationSet, limit: int | None, kind: str) -> dict[str, float] | None:

@@ -23,6 +23,7 @@ class ValidationSet:
         total_bytes: bytes of the text of the whole set; None if unknown.
         total_tokens: tokens with a label in the whole set.
         micro_batches: number of micro-batches of this data rank in the whole set.
+        metrics: returns further metrics of the batches since the last `batches`; every process calls it. None: perplexity.
     """
 
     batches: Callable[[str, int | None], Iterable[Batch]]
@@ -30,6 +31,7 @@ class ValidationSet:
     total_bytes: int | None
     total_tokens: int
     micro_batches: int
+    metrics: Callable[[], dict[str, float]] | None = None
 
 
 def evaluate(
@@ -78,7 +80,8 @@ def evaluate(
         if (num_correct := sums[name].num_correct) is not None
     ]
     accuracy = {"accuracy": sum(correct) / whole} if correct else {}
-    values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **accuracy}
+    further = {"perplexity": math.exp(min(loss, 700.0))} if data.metrics is None else data.metrics()
+    values = {"loss": loss, **accuracy, **further}
     if data.total_bytes:
         # For the whole set this is total nll / ln 2 / bytes. A selection uses the tokens per byte of the whole set.
         values["bits_per_byte"] = loss / math.log(2) * data.total_tokens / data.total_bytes

@@ -61,6 +61,15 @@ def build_layer(spec: LayerSpec, index: int, seed: int | None) -> nn.Module:
         return spec.build()
 
 
+def example_batch(config: ModelConfig, size: int, length: int) -> dict[str, Tensor]:
+    """Return `size` samples of zeros on the default device: tokens (of an image classifier pixels), labels, loss_weight."""
+    if config.image_size is not None:
+        pixels = torch.zeros(size, 3, config.image_size, config.image_size)
+        return {"tokens": pixels, "labels": torch.zeros(size, dtype=torch.int64), "loss_weight": torch.ones(size)}
+    tokens = torch.zeros(size, length, dtype=torch.int64)
+    return {"tokens": tokens, "labels": tokens, "loss_weight": torch.ones(size, length)}
+
+
 class LanguageModel(nn.Module):
     """Hold the whole model in one process: `embedding`, `blocks`, `head`."""
 

@@ -15,6 +15,7 @@ from typing import Any
 from ..parallel.layout import Layout, Limits, layout_problems, limits_of, nearest_layouts
 from .data_checks import data_problems
 from .files import KeyPath
+from .image_schema import tokens_per_image
 from .schema import CheckpointConfig, Config, RunConfig
 
 DERIVED_KEYS: tuple[tuple[str, str], ...] = (
@@ -66,6 +67,9 @@ def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPa
         derived["run", "directory"] = Derived(directory, "run.name")
         derived["checkpoint", "directory"] = Derived(checkpoints, "run.directory")
 
+    tokens = tokens_per_image(tree.get("model") or {})
+    if tokens and given("batch", "sequence_length") is None:
+        derived["batch", "sequence_length"] = Derived(tokens, "model.image_size and model.patch_size")
     steps = given("schedule", "train_steps")
     if _count(steps):
         if given("schedule", "decay_steps") is None:

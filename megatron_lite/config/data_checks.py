@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from .files import KeyPath
+from .image_schema import image_problems
 from .schema import BatchConfig, Config, DataConfig
 
 
 def data_problems(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key, problem) of the sections `data` and `batch`, also in combination with the model."""
     data = config.data
+    yield from image_problems(config)
+    yield from _ramp(config.batch)
+    if data.objective == "classification":
+        return
     if data.corpus is None and not data.train_files:
         yield ("data",), "has no text: set data.corpus (stdlib, or files) or data.train (a token file)"
     if data.corpus is not None and data.train is not None:
@@ -21,7 +26,6 @@ def data_problems(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
             yield ("data", key), "is a token file, which requires data.train instead of data.corpus"
     yield from _tokenizer(config)
     yield from _blend(data)
-    yield from _ramp(config.batch)
     yield from _samples(config)
 
 

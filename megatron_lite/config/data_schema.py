@@ -1,4 +1,4 @@
-"""The `data` section of a configuration: text, tokenizer, blend, masking."""
+"""The `data` section of a configuration: text, tokenizer, blend, masking, images."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_lite.config.image_schema import ImagesConfig
 from megatron_lite.config.section import Section, Text
 
 
@@ -92,9 +93,10 @@ class DataConfig(Section):
         lt=1,
         description="Fraction of the documents of `corpus` held out for validation, selected by hash.",
     )
-    objective: Literal["causal", "masked"] = Field(
+    objective: Literal["causal", "masked", "classification"] = Field(
         default="causal",
-        description="causal: predict the next token; masked: predict masked tokens, with bidirectional mixers.",
+        description="causal: predict the next token; masked: predict masked tokens, with bidirectional mixers; classification: "
+        "predict the class of images (`data.images`).",
     )
     order: Literal["neox", "reshuffle"] = Field(
         default="neox",
@@ -116,6 +118,7 @@ class DataConfig(Section):
         "Validation includes it.",
     )
     masked: MaskedConfig = Field(default=MaskedConfig(), description=MaskedConfig.__doc__)
+    images: ImagesConfig = Field(default=ImagesConfig(), description=ImagesConfig.__doc__)
     cache_directory: Text = Field(
         default="runs/cache", description="Folder of cached corpora, tokenizers and sample indices."
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 from pydantic import Field
 
 from megatron_lite.config.data_schema import DataConfig
+from megatron_lite.config.image_schema import ClassificationConfig
 from megatron_lite.config.section import Fraction, Section, Steps, Text
 
 ModelT = TypeVar("ModelT")
@@ -357,6 +358,9 @@ class Config(Section, Generic[ModelT]):
     run: RunConfig = Field(default=RunConfig(), description=RunConfig.__doc__)
     model: ModelT = Field(description="The architecture.")
     data: DataConfig = Field(description=DataConfig.__doc__)
+    classification: ClassificationConfig = Field(
+        default=ClassificationConfig(), description=ClassificationConfig.__doc__
+    )
     batch: BatchConfig = Field(description=BatchConfig.__doc__)
     optimizer: OptimizerConfig = Field(description=OptimizerConfig.__doc__)
     schedule: ScheduleConfig = Field(description=ScheduleConfig.__doc__)

@@ -89,7 +89,7 @@ def test_run_resumed_after_a_signal_equals_the_uninterrupted_one(arguments, tmp_
     ("place", "step"),
     [
         ("megatron_lite.parallel.grid.init_grid", 1),
-        ("tools.pretraining.prepare.training_samples", 1),
+        ("tools.pretraining.text.training_samples", 1),
         ("tools.pretraining.prepare.summary", 3),
     ],
 )

@@ -12,7 +12,7 @@ from models.recompute import recompute_elementwise
 
 
 def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
-    """Return an engine with the initial weights of `run.seed`. Masked models also count correct predictions.
+    """Return an engine with the initial weights of `run.seed`. All but causal models also count correct predictions.
 
     Args:
         grid: has the sizes of `config.parallel`.
@@ -34,6 +34,6 @@ def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
         sequence_length=config.batch.sequence_length,
         context_parallel=context_parallel,
         recompute=recompute_elementwise,
-        count_correct=config.data.objective == "masked",
+        count_correct=config.data.objective != "causal",
         predicted_fraction=config.data.predicted_fraction,
     )

@@ -21,7 +21,7 @@ from megatron_lite.engine.precision import DTYPES, faster_dtype
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.planning.memory import GIB
 from models.config import ModelConfig
-from models.language_model import layer_specs
+from models.language_model import example_batch, layer_specs
 from tools.cli.devices import device_of
 from tools.loading.token_data import check_data
 from tools.planning.estimate import layer_flops, memory_of
@@ -84,7 +84,12 @@ def dry_run(config: Config[ModelConfig]) -> int:
         f"sample       {length} tokens forward and backward, {sample_dtype} on {device.type}, one layer of each kind:"
     )
     _time_layers(model, length, device, DTYPES[sample_dtype])
-    check_data(config.data, model.vocab_size, config.batch.sequence_length)
+    if config.data.objective == "classification":
+        from tools.loading.image_data import check_images
+
+        check_images(config.data)
+    else:
+        check_data(config.data, model.vocab_size, config.batch.sequence_length)
     check_start(config.checkpoint, config.batch.sequence_length)
     _print("start        data and checkpoint are readable")
     return 0
@@ -100,7 +105,8 @@ def _scaled(number: float) -> str:
 def _time_layers(model: ModelConfig, length: int, device: torch.device, dtype: torch.dtype) -> None:
     """Print the milliseconds of one sample through the embedding, a block of each mixer, and the head."""
     specs = layer_specs(model)
-    tokens = torch.randint(model.vocab_size, (1, length), device=device)
+    with device:
+        batch = example_batch(model, 1, length)
     timed: set[str] = set()
     for index, spec in enumerate(specs):
         mixer = model.mixer_of(index - 1) if 0 < index < len(specs) - 1 else spec.name
@@ -111,9 +117,9 @@ def _time_layers(model: ModelConfig, length: int, device: torch.device, dtype: t
             layer = spec.build().to(dtype)
         arguments: dict[str, Any] = {}
         if index == len(specs) - 1:
-            arguments = {"labels": tokens, "loss_weight": torch.ones(1, length, device=device)}
+            arguments = {key: batch[key] for key in ("labels", "loss_weight")}
         width = model.hidden_size * (2 if model.reads_values(index - 1) else 1)
-        x = tokens if index == 0 else torch.randn(1, length, width, device=device, dtype=dtype)
+        x = batch["tokens"] if index == 0 else torch.randn(1, length, width, device=device, dtype=dtype)
         start = time.perf_counter()
         layer(x.requires_grad_(x.is_floating_point()), **arguments).float().sum().backward()
         if x.is_cuda:

@@ -19,7 +19,7 @@ from megatron_lite.parallel.layout import Layout
 from megatron_lite.parallel.tensor_parallel import TensorGroup
 from megatron_lite.planning.memory import LayerCost, layer_cost
 from models.config import ModelConfig
-from models.language_model import build_layer, layer_specs
+from models.language_model import build_layer, example_batch, layer_specs
 from models.operators.context_parallel import context_parallel as on_local_shard
 from models.recompute import recompute_elementwise
 from tools.planning.meta_device import kernels_of_cuda
@@ -52,8 +52,9 @@ def layer_costs(
         tensor = TensorGroup(group, 0, layout.tensor, sequence=layout.sequence_parallel, stores_matmuls=selective)
     # The last rank receives a state from every previous rank.
     ranks = ContextParallelGroup(group, layout.context - 1, layout.context) if layout.context > 1 else None
-    tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64, device=device)
-    weight = torch.ones(micro_batch_size, length, device=device)
+    with torch.device(device):
+        batch = example_batch(model, micro_batch_size, length)
+        tokens = batch.pop("tokens")
     costs: list[LayerCost] = []
     known: dict[str, LayerCost] = {}
     with kernels_of_cuda() if device == "meta" else contextlib.nullcontext():
@@ -73,7 +74,7 @@ def layer_costs(
                 shape = (micro_batch_size, residual_length, model.hidden_size + values)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)
                 call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, recompute_elementwise)
-                extra = {"labels": tokens, "loss_weight": weight} if index == len(specs) - 1 else {}
+                extra = batch if index == len(specs) - 1 else {}
                 parameters = sum(p.numel() for p in layer.parameters())
                 if spec.tied_to is not None:
                     parameters -= layer.weight.numel()  # type: ignore[union-attr,operator]

@@ -120,7 +120,7 @@ class _Part:
     def batches(self, samples: int | None) -> Iterator[MicroBatch]:
         dataset: Any = self.dataset
         if samples is not None and samples < len(self.dataset):
-            dataset = _EvenSubset(self.dataset, samples)
+            dataset = EvenSubset(self.dataset, samples)
         steps = batches(
             dataset,
             global_batch_size=self.at_once,
@@ -133,7 +133,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _EvenSubset:
+class EvenSubset:
     """`count` evenly spaced samples of a data set, the same at every validation."""
 
     dataset: Dataset

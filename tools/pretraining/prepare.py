@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.checkpointer import Checkpointer, check_shapes
 from megatron_lite.checkpoint.resume import StartPoint, check_length, find_start, restore
 from megatron_lite.config.loader import dump_config
@@ -18,7 +17,6 @@ from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.precision import faster_dtype
 from megatron_lite.fault_tolerance.guards import StopSignal
-from megatron_lite.fault_tolerance.rank_consistency import file_facts, require_agreement
 from megatron_lite.metrics.logger import PREVIOUS_FILE_NAME, MetricsLogger, measured_kinds
 from megatron_lite.parallel.collectives import on_main
 from megatron_lite.parallel.grid import Grid
@@ -27,12 +25,8 @@ from megatron_lite.trainer import Steps, Trainer, TrainState
 from megatron_lite.validation import due_measurements
 from models.config import ModelConfig
 from models.language_model import LanguageModel
-from tools.evaluation.during_training import suite_evaluation
-from tools.inference.generation import complete
 from tools.loading.engine import build_engine
-from tools.loading.token_data import PreparedData, check_sequence_length, prepared_data
-from tools.loading.tokenizer import check_same_tokenizer, save_tokenizer
-from tools.pretraining.data import training_samples, training_steps, validation_set
+from tools.pretraining.objective import Objective, open_objective
 from tools.pretraining.summary import complete_message, is_complete, start_message, summary
 
 
@@ -60,45 +54,32 @@ def prepare_run(
     if start is not None:
         on_main(grid, lambda: check_length(start, config.batch.sequence_length))
 
-    data, tokenizer = _open_data(config, start, grid)
+    objective = open_objective(config, start, grid)
     dtype = _dtype(config, start, grid)
     engine = build_engine(config, grid, dtype)
     checkpointer = _open_checkpointer(config, engine)
     values, archive = restore(checkpointer, start, grid) if start is not None else ({}, None)
     state = TrainState.from_dict(values)
-    state.tokenizer = tokenizer.hash
-
-    def samples_of(steps: int) -> Any:
-        def build() -> Any:
-            return training_samples(config, data, tokenizer, steps, state.step, state.consumed_samples)
-
-        on_main(grid, lambda: build() and None)  # one process writes the cache of the sample order
-        return build()
+    state.tokenizer = objective.tokenizer_hash
 
     if not is_trained and config.schedule.time_budget_minutes:
-        measured = training_steps(config, samples_of(1), grid)(0)
+        measured = objective.training_steps(objective.training_samples(1, state))(0)
         config = reload(f"schedule.train_steps={_steps_in_budget(config, engine, measured, grid)}")
-    samples = samples_of(config.schedule.train_steps)
-    validation = validation_set(config, data.validation, data.validation_bytes, tokenizer, grid)
-    test = validation_set(config, data.test, None, tokenizer, grid)
+    samples = objective.training_samples(config.schedule.train_steps, state)
+    validation, test = objective.validation(), objective.test()
 
     def model() -> LanguageModel:
         return LanguageModel(config.model, layers=engine.layers)
 
-    def sample() -> str:
-        limit = config.evaluation.sample_tokens
-        return complete(model(), tokenizer, config.evaluation.prompt, max_tokens=limit, temperature=0.7, top_p=0.9)
-
-    suites = suite_evaluation(config, tokenizer, grid, model)
-    writes_samples = _writes_samples(config, grid)
+    sample, suites = objective.sample(model), objective.suites(model)
     if state.evaluation_due:  # unless it was done after the checkpoint
-        has = {"validation": validation is not None, "sample": writes_samples, "suites": suites is not None}
+        has = {"validation": validation is not None, "sample": sample is not None, "suites": suites is not None}
         due = due_measurements(config, state.step, **has)
         state.evaluation_due = on_main(grid, lambda: not due <= measured_kinds(config.run.path, state.step))
     metrics = None
     if grid.is_main:
-        save_tokenizer(tokenizer, config.run.path)
-        print(start_message(config, engine, data, state, start.path if start else None))
+        objective.save()
+        print(start_message(config, engine, objective, state, start.path if start else None))
         if archive is not None:
             print(f"later checkpoints and metrics are moved to {archive} and {config.run.path / PREVIOUS_FILE_NAME}")
         metrics = _open_metrics(config, state, keep_previous=archive is not None)
@@ -107,7 +88,7 @@ def prepare_run(
         config,
         metrics,
         checkpointer,
-        batches=training_steps(config, samples, grid),
+        batches=objective.training_steps(samples),
         validation=validation,
         test=test,
         sources=samples.sources,
@@ -117,11 +98,11 @@ def prepare_run(
             engine.model, config.batch.sequence_length, config.data.predicted_fraction
         ),
         peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
-        sample=sample if writes_samples else None,
+        sample=sample,
         suites=suites,
         early=early,
     )
-    return lambda: _fit(trainer, data)
+    return lambda: _fit(trainer, objective)
 
 
 def _complete_run(config: Config[ModelConfig], start: StartPoint, grid: Grid) -> Callable[[], int]:
@@ -132,17 +113,6 @@ def _complete_run(config: Config[ModelConfig], start: StartPoint, grid: Grid) ->
     if grid.is_main:
         print(complete_message(config, start.path, start.manifest["step"]))
     return lambda: 0
-
-
-def _open_data(config: Config[ModelConfig], start: StartPoint | None, grid: Grid) -> tuple[PreparedData, Tokenizer]:
-    """Prepare the token files and load their tokenizer. Check that all ranks and the checkpoint have the same ones."""
-    data: PreparedData = on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
-    on_main(grid, lambda: check_sequence_length(data, config.batch.sequence_length))
-    require_agreement({"data": file_facts(data.files)}, grid)
-    tokenizer = data.load_tokenizer()
-    if start is not None and start.is_trained:
-        on_main(grid, lambda: check_same_tokenizer(tokenizer, config.run.path, start.manifest))
-    return data, tokenizer
 
 
 def _dtype(config: Config[ModelConfig], start: StartPoint | None, grid: Grid) -> str:
@@ -176,12 +146,6 @@ def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid)
     return on_main(grid, lambda: max(1, bisect.bisect_right(steps_in, samples, key=config.batch.samples_of)))
 
 
-def _writes_samples(config: Config[Any], grid: Grid) -> bool:
-    # A model with layers on several processes writes no text in training; tools.generate does.
-    has_all_layers = grid.pipe_size * grid.context_size == 1
-    return bool(config.evaluation.sample_tokens) and has_all_layers and config.data.objective == "causal"
-
-
 def _open_metrics(config: Config[Any], state: TrainState, *, keep_previous: bool) -> MetricsLogger:
     return MetricsLogger(
         config.run.path,
@@ -196,7 +160,7 @@ def _open_metrics(config: Config[Any], state: TrainState, *, keep_previous: bool
     )
 
 
-def _fit(trainer: Trainer[Any], data: PreparedData) -> int:
+def _fit(trainer: Trainer[Any], objective: Objective) -> int:
     """Train, print the summary on the main process and return 0."""
     try:
         result = trainer.fit()
@@ -205,5 +169,5 @@ def _fit(trainer: Trainer[Any], data: PreparedData) -> int:
             trainer.metrics.close()
         trainer.engine.close()
     if trainer.engine.grid.is_main:
-        print(summary(trainer.config, result, data))
+        print(summary(trainer.config, result, objective))
     return 0

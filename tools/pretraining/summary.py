@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import math
 import os
 import shlex
@@ -23,11 +21,10 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
 from megatron_lite.metrics.logger import read_metrics
 from megatron_lite.trainer import FitResult, TrainState
-from tools.loading.token_data import PreparedData
-from tools.pretraining.unigram_baseline import unigram_baseline
+from tools.pretraining.objective import Objective
 
 
-def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
+def summary(config: Config[Any], result: FitResult, objective: Objective) -> str:
     """Return the closing text of a run. Plot `loss.png` if a step is logged, then write `summary.json`, which marks the end."""
     from tools.reporting.run_curves import plot_loss
 
@@ -54,35 +51,18 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
         "validation": result.validation,
     }
     if result.validation:
-        values = result.validation
-        lines += [
-            "",
-            f"validation loss {values['loss']:.4f} nats/token, perplexity {values['perplexity']:.2f} (whole set)",
-        ]
+        shown = objective.validation_lines(result.validation, report)
         parts = [line["evaluated_fraction"] for line in measured if 0 < line.get("evaluated_fraction", 1) < 1]
         if parts:
-            lines.append(f"validations during the run read {parts[-1]:.1%} of this set, so their losses differ")
-        if "bits_per_byte" in values and data.validation_text is not None:
-            text = data.validation_text.read_bytes()
-            report["compressors"] = compressed_bits_per_byte(text)
-            rows = {"this model": values["bits_per_byte"], **report["compressors"]}
-            lines += ["", f"bits per byte on the {len(text):,} bytes of validation text, never trained on:"]
-            lines += [f"  {name:<12}{bits:7.4f}" for name, bits in sorted(rows.items(), key=lambda row: row[1])]
-        if "accuracy" in values and data.validation is not None:
-            report["unigram"] = unigram_baseline(data.train[0], data.validation, data.load_tokenizer())
-            lines += [
-                f"masked-token accuracy: {values['accuracy']:.2%}",
-                f"accuracy of the most frequent token of the training text: {report['unigram']['accuracy']:.2%} "
-                f"(loss {report['unigram']['loss']:.4f})",
-            ]
+            shown.insert(1, f"validations during the run read {parts[-1]:.1%} of this set, so their losses differ")
+        lines += ["", *shown]
     tests = [line for line in measured if line["kind"] == "test" and line["step"] == state.step]
     if tests:
         test = report["test"] = {key: value for key, value in tests[-1].items() if key not in ("kind", "step", "time")}
-        accuracy = f", masked-token accuracy {test['accuracy']:.2%}" if "accuracy" in test else ""
-        lines += ["", f"test loss {test['loss']:.4f} nats/token, perplexity {test['perplexity']:.2f}{accuracy}"]
+        lines += ["", objective.test_line(test)]
     samples = [line for line in measured if line["kind"] == "sample"]
     if samples:
-        report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
+        report["sample"] = samples[-1].get("prompt", "") + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
     plot: Path | str = f"none: no step was logged (logging.interval = {config.logging.interval})"
     if any(line["kind"] == "train" for line in measured):
@@ -106,6 +86,8 @@ def _uses(config: Config[Any]) -> list[str]:
     """Return the commands that use the model."""
     run, checkpoints = config.run.path, Path(config.checkpoint.directory)
     folder = shlex.quote(str(run if checkpoints == run / "checkpoints" else checkpoints))
+    if config.data.objective == "classification":
+        return [f"  python -m tools.convert_hf export {folder} EXPORT   # for transformers"]
     if config.data.objective == "masked":
         return [
             f"  python -m tools.length {folder}   # accuracy on longer texts",
@@ -142,7 +124,7 @@ def command(config: Config[Any], steps: int) -> str:
 
 
 def start_message(
-    config: Config[Any], engine: Engine, data: PreparedData, state: TrainState, source: Path | None
+    config: Config[Any], engine: Engine, objective: Objective, state: TrainState, source: Path | None
 ) -> str:
     """Return the two lines at the start of a run: model, layout, device, steps, tokens and start checkpoint."""
     parameters = sum(math.prod(shape) for shape in engine.parameter_shapes().values())
@@ -152,7 +134,7 @@ def start_message(
         f"{config.run.name}: {'+'.join(dict.fromkeys(config.model.mixers))}, {parameters / 1e6:.1f} M parameters, "
         f"{describe_layout(engine.layout)} on {engine.grid.device.type}\n"
         f"{config.schedule.train_steps:,} steps of {most}{config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
-        f"from {data.train_tokens / 1e6:,.1f} M tokens of text; "
+        f"from {objective.source}; "
         + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from step 0")
     )
 
@@ -204,15 +186,6 @@ def _changed(config: Config[Any], source: Path, limit: int = 8) -> list[str]:
     more = f"; {len(names) - limit} more" if len(names) > limit else ""
     pairs = "; ".join(f"{name} = {saved[name]}, not {requested[name]}" for name in names[:limit])
     return [f"  it was trained with {pairs}{more}"]
-
-
-def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Return the bits per byte of the text after `gzip -9` and `xz -9`."""
-    size = max(len(text), 1)
-    return {
-        "gzip -9": 8 * len(gzip.compress(text, 9)) / size,
-        "xz -9": 8 * len(lzma.compress(text, preset=9)) / size,
-    }
 
 
 def _duration(seconds: float) -> str:

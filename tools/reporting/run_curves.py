@@ -74,7 +74,8 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
             _draw_accuracy(panels[0, 1], data, baseline)
         _draw_loss(axes, data, COLORS[0], "step", faint=0.25)
         _limit_loss(axes, [data])
-        axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"{data.name}{_result(data)}")
+        unit = "image" if _classifies(data) else "token"
+        axes.set(xlabel="step", ylabel=f"loss (nats per {unit})", title=f"{data.name}{_result(data)}")
         steps, tokens = (np.concatenate([[0.0], column(data.train, key)]) for key in ("step", "tokens"))
         if (np.diff(tokens) > 0).all() and (np.diff(steps) > 0).all():
             top = axes.secondary_xaxis("top", functions=(_through(steps, tokens), _through(tokens, steps)))
@@ -193,7 +194,12 @@ def _draw_accuracy(axes: Any, run: Run, baseline: float | None) -> None:
         axes.legend(loc="lower right")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="step", title="masked-token accuracy")
+    axes.set(xlabel="step", title="top-1 accuracy" if _classifies(run) else "masked-token accuracy")
+
+
+def _classifies(run: Run) -> bool:
+    """Return whether the run trained an image classifier."""
+    return any("top5_accuracy" in line for line in run.validation)
 
 
 def _draw(axes: Any, run: Run, color: str, key: str, faint: float, x: str = "step") -> None:
@@ -260,6 +266,8 @@ def _result(run: Run) -> str:
         return ""
     last = run.validation[-1]
     text = f"   validation loss {last.get('loss', math.nan):.3f}"
+    if _classifies(run):
+        text += f", top-1 accuracy {last.get('accuracy', math.nan):.2%}"
     return text + (f", {last['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in last else "")
 
 

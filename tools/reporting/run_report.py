@@ -6,6 +6,7 @@ with text functions only, so that generated text is never interpreted as HTML.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from data.atomic_io import write_text
 from megatron_lite.checkpoint.reader import CONFIG, exists, read_manifest, resolve
 from megatron_lite.metrics.logger import read_metrics
+from tools.reporting.image_figures import CONFUSIONS, PREDICTIONS
 
 PAGE = Path(__file__).with_name("report_page.html")
 PLACEHOLDER = '"the data of the run"'
@@ -62,11 +64,18 @@ def collect(run: Path) -> dict[str, Any]:
         "totals": {key: summary.get(key) for key in ("training_seconds", "tokens_per_second")} if is_current else {},
         "steps_a_point": -(-len(train) // MOST_POINTS),
         "samples": samples,
+        "pictures": [_embedded(folder / name) for name in (PREDICTIONS, CONFUSIONS) if (folder / name).is_file()],
         "evaluation": _read_json(folder / "results.json"),
         "compressors": summary.get("compressors"),
         "config": config,
         "environment": environment,
     }
+
+
+def _embedded(picture: Path) -> dict[str, str]:
+    """Return title and data URI of a picture, so that the page needs no other file."""
+    content = base64.b64encode(picture.read_bytes()).decode()
+    return {"title": picture.stem.replace("_", " "), "source": f"data:image/png;base64,{content}"}
 
 
 def columns(lines: Sequence[dict[str, Any]], most: int) -> dict[str, list[float | None]]:

@@ -149,7 +149,7 @@ def test_unknown_key_names_the_nearest_and_its_line(here: Path) -> None:
         (
             "zzz={a: 1}",
             "zzz is an unknown key; "
-            "allowed here are run, model, data, batch, optimizer, schedule, parallel, precision, "
+            "allowed here are run, model, data, classification, batch, optimizer, schedule, parallel, precision, "
             "checkpoint, logging, evaluation",
         ),
     ],

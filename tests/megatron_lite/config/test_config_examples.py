@@ -26,6 +26,12 @@ def load(*files: Path, overrides: tuple[str, ...] = (), world_size: int = 1) -> 
     return load_config(files, overrides, model_type=ModelConfig, world_size=world_size)
 
 
+def base_of(part: Path) -> Path:
+    """Return the run that a part extends: that of its objective."""
+    images = read_sources([part]).tree.get("data", {}).get("objective") == "classification"
+    return CONFIGS / ("cifar10_lion_s.yml" if images else "default.yml")
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(CONFIGS).as_posix()
 
@@ -64,8 +70,10 @@ def test_large_runs_fit_every_cluster(path: Path, cluster: str, ranks: int) -> N
 @pytest.mark.parametrize("path", MODELS, ids=name_of)
 def test_models_load_over_the_default_run(path: Path) -> None:
     """Load each model file over the default run: it sets every key that differs between models."""
-    config = load(CONFIGS / "default.yml", path, overrides=("data.tokenizer.vocab_size=512",))
-    alone = read_sources([path]).tree["model"]
+    base, alone = base_of(path), read_sources([path]).tree["model"]
+    other = [] if base.stem == "default" or "lion" in alone["mixers"] else ["model.mixer_options.lion=null"]
+    config = load(base, path, overrides=("data.tokenizer.vocab_size=512", *other))
+    alone = {"vocab_size": config.model.vocab_size, **alone}
     assert config.model == ModelConfig(**{key: value for key, value in alone.items() if value is not None})
 
 
@@ -75,8 +83,10 @@ def test_parts_load_over_the_default_run(path: Path) -> None:
     corpus = ("data.corpus=null",) if "train" in data else ()
     both_sides = ("model.mixers=[metala_bidirectional]",) if data.get("objective") == "masked" else ()
     # The default's global batch is smaller than the micro batches that the cluster files are made for.
-    config = load(CONFIGS / "default.yml", path, overrides=(*corpus, *both_sides, "batch.global_batch_size=256"))
-    assert config.run.name == "default"
+    base = base_of(path)
+    sizes = () if base.stem != "default" else ("batch.global_batch_size=256",)
+    config = load(base, path, overrides=(*corpus, *both_sides, *sizes))
+    assert config.run.name == base.stem
 
 
 @pytest.mark.parametrize(

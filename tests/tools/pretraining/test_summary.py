@@ -12,7 +12,8 @@ import pytest
 from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 from tools.pretraining import summary
-from tools.pretraining.summary import _duration, command, compressed_bits_per_byte, is_complete
+from tools.pretraining.summary import _duration, command, is_complete
+from tools.pretraining.text import compressed_bits_per_byte
 
 BUDGET = "schedule.time_budget_minutes"
 

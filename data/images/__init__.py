@@ -1,0 +1,1 @@
+"""Labelled images: reading, augmentation, samples."""

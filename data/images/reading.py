@@ -1,0 +1,200 @@
+"""Read labelled images: Parquet files in Hugging Face's image schema, or a folder with one folder per class."""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ..checksum import DamagedDataError
+
+IMAGE_KEYS = ("image", "img")
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """The files that a configuration names: Parquet files, or one folder with one folder of images per class."""
+
+    key: str
+    parquet: tuple[Path, ...] = ()
+    folder: Path | None = None
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """Return the number of rows before the end of each Parquet file."""
+        return np.cumsum([self._opened(file).metadata.num_rows for file in self.parquet])
+
+    def row_name(self, row: int) -> str:
+        """Return the file and the row in it of a row of all Parquet files."""
+        number = int(np.searchsorted(self.rows, row, side="right"))
+        return f"{self.parquet[number]}, row {row - (int(self.rows[number - 1]) if number else 0)}"
+
+    def class_names(self, label_key: str) -> tuple[str, ...] | None:
+        """Return the names of the classes; None if a Parquet file does not name them. Reads no image."""
+        if self.folder is not None:
+            return tuple(sorted(path.name for path in self.folder.iterdir() if path.is_dir()))
+        metadata = self._opened(self.parquet[0]).schema_arrow.metadata or {}
+        try:
+            features = json.loads(metadata[b"huggingface"])["info"]["features"]
+            return tuple(features[label_key]["names"])
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def _opened(self, file: Path) -> Any:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            return pyarrow.parquet.ParquetFile(file)
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise DamagedDataError(f"{self.key}: {file} cannot be read as Parquet ({error}); write it again") from error
+
+
+def find_images(given: str | Sequence[str], key: str) -> ImageFiles:
+    """Return the files of a value of `data.images`: files, folders and globs. key: names it in messages.
+
+    Raises FileNotFoundError if nothing matches, and ValueError for a mixture of Parquet files and a folder of images.
+    """
+    parquet: list[Path] = []
+    folders: list[Path] = []
+    for name in [given] if isinstance(given, str) else given:
+        matches = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+        if not matches:
+            raise FileNotFoundError(f"{key}: {name} does not exist; name Parquet files, or a folder of images")
+        for match in matches:
+            inside = sorted(match.rglob("*.parquet")) if match.is_dir() else [match]
+            (parquet.extend(inside) if inside else folders.append(match))
+    if len(folders) > 1 or (folders and parquet):
+        raise ValueError(f"{key}: {folders[0]} is a folder of images; name it alone, or Parquet files only")
+    if folders:
+        if not any(path.is_dir() for path in folders[0].iterdir()):
+            raise ValueError(f"{key}: {folders[0]} holds neither Parquet files nor folders of images, one per class")
+        return ImageFiles(key, folder=folders[0])
+    return ImageFiles(key, parquet=tuple(parquet))
+
+
+class LabelledImages:
+    """Images and labels by row. The rows are memory-mapped from a cache, which is written at the first start.
+
+    Attributes:
+        labels: int64 [rows].
+        class_names: the name of every class.
+
+    Args:
+        num_classes: of the model.
+        image_key: None for the first of `IMAGE_KEYS` that exists.
+
+    Raises:
+        ValueError: a missing column, another number of classes, or a label outside the classes, with file and row.
+        DamagedDataError: a file that cannot be read.
+    """
+
+    def __init__(
+        self,
+        files: ImageFiles,
+        *,
+        num_classes: int,
+        image_key: str | None = None,
+        label_key: str = "label",
+        cache_directory: str | Path,
+    ) -> None:
+        self.files, self._table = files, _cached_table(files, Path(cache_directory) / "images")
+        label_key = label_key if files.folder is None else "label"
+        columns = self._table.column_names
+        self._image_key = image_key or next((name for name in IMAGE_KEYS if name in columns), IMAGE_KEYS[0])
+        for key, name in (("image_key", self._image_key), ("label_key", label_key)):
+            if name not in columns:
+                raise ValueError(
+                    f"data.images.{key} = {name}: {files.key} has the columns {', '.join(columns)}; name one of them"
+                )
+        self._undecoded()
+        names = files.class_names(label_key) or tuple(map(str, range(num_classes)))
+        if len(names) != num_classes:
+            raise ValueError(
+                f"model.vocab_size = {num_classes}: {files.key} has {len(names)} classes; set {len(names)}, or leave it out"
+            )
+        self.class_names = names
+        self.labels = self._checked_labels(label_key, num_classes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, row: int) -> Image.Image:
+        """Return the RGB image of a row. Raises DamagedDataError with file and row if it does not decode."""
+        record = self._table[row][self._image_key] or {}
+        try:
+            source = io.BytesIO(record["bytes"]) if record.get("bytes") is not None else record["path"]
+            with Image.open(source) as image:
+                return image.convert("RGB")
+        except (OSError, KeyError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError) as error:
+            reason = "it is empty" if not record else " ".join(str(error).split())
+            raise DamagedDataError(
+                f"{self._name_of(row)}: the image does not decode ({reason}); replace the image, or remove the row"
+            ) from error
+
+    def _name_of(self, row: int) -> str:
+        if self.files.folder is None:
+            return self.files.row_name(row)
+        return str((self._table[row][self._image_key] or {}).get("path") or f"{self.files.folder}, row {row}")
+
+    def _undecoded(self) -> None:
+        """Let rows return encoded bytes."""
+        import datasets
+
+        try:
+            self._table = self._table.cast_column(self._image_key, datasets.Image(decode=False))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ValueError(f"{self.files.key}: the column {self._image_key} holds no images ({error})") from error
+
+    def _checked_labels(self, label_key: str, num_classes: int) -> NDArray[np.int64]:
+        column = self._table.data.column(label_key)
+        values = column.to_numpy()
+        whole = np.issubdtype(values.dtype, np.integer)
+        if not whole and not column.null_count:
+            raise ValueError(
+                f"data.images.label_key = {label_key}: this column of {self.files.key} holds {column.type}; whole numbers from 0 "
+                "are needed, such as a ClassLabel"
+            )
+        wrong = np.flatnonzero((values < 0) | (values >= num_classes) | ~np.isfinite(values))
+        if len(wrong):
+            row = int(wrong[0])
+            raise ValueError(
+                f"{self._name_of(row)}: label {values[row]} of {len(wrong):,} such rows; whole numbers from 0 to "
+                f"{num_classes - 1} are allowed"
+            )
+        return values.astype(np.int64)
+
+
+def _cached_table(files: ImageFiles, cache: Path) -> Any:
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        if files.folder is None:
+            for file in files.parquet:
+                files._opened(file)
+            paths = [str(file) for file in files.parquet]
+            return datasets.load_dataset("parquet", data_files={"train": paths}, split="train", cache_dir=str(cache))
+        pattern = {"train": [f"{files.folder}/*/*"]}
+        return datasets.load_dataset(
+            "imagefolder", data_files=pattern, split="train", cache_dir=str(cache), drop_labels=False
+        )
+    except (DatasetGenerationError, ValueError) as error:
+        if isinstance(error, DamagedDataError):
+            raise
+        cause = error.__cause__ or error
+        raise DamagedDataError(f"{files.key}: its images cannot be read ({cause}); write the files again") from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,107 @@
+"""The sections of an image classifier, `data.images` and `classification`, and the checks of their combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatron_lite.config.section import Fraction, Section, Text
+
+Problems = Iterator[tuple[tuple[str, ...], str]]
+_OBJECTIVE = ("data", "objective")
+_Triple = tuple[float, float, float]
+_Deviations = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
+
+
+class ImagesConfig(Section):
+    """Labelled images and their augmentation (`data.objective: classification`)."""
+
+    train: Text | tuple[Text, ...] | None = Field(
+        default=None,
+        description="Training images: Parquet files with Hugging Face's columns Image and ClassLabel (a file, a folder, a glob, "
+        "or a list), or a folder with one folder of images per class.",
+    )
+    validation: Text | tuple[Text, ...] | None = Field(default=None, description="Validation images, as `train`.")
+    test: Text | tuple[Text, ...] | None = Field(default=None, description="Images of the final test, as `train`.")
+    image_key: Text | None = Field(default=None, description="Column of the images; null: `image` or `img`.")
+    label_key: Text = Field(default="label", description="Column of the class numbers.")
+    crop: Literal["pad", "resized", "none"] = Field(
+        default="pad",
+        description="Random crop of a training image. pad: of the image with a black border (CIFAR); resized: of random area and "
+        "aspect ratio, resized (ImageNet); none: as validation.",
+    )
+    padding: int = Field(default=4, ge=0, description="Border of `crop: pad`, in pixels.")
+    min_area: float = Field(
+        default=0.08, gt=0, le=1, description="Smallest area of `crop: resized`, of the image's area."
+    )
+    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip.")
+    randaugment_layers: int = Field(
+        default=0, ge=0, description="Random operations per image (RandAugment, Cubuk et al. 2020); 0: none."
+    )
+    randaugment_magnitude: int = Field(default=9, ge=0, le=30, description="Magnitude of these operations, of 30.")
+    random_erasing: Fraction = Field(
+        default=0.0, description="Probability that a random rectangle is erased (Zhong et al. 2020)."
+    )
+    validation_crop: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Side of the centre crop of a validation image, of its shorter side. ImageNet: 0.875.",
+    )
+    mean: _Triple = Field(
+        default=(0.485, 0.456, 0.406), description="Mean of red, green and blue (0 to 1), which is subtracted."
+    )
+    std: _Deviations = Field(default=(0.229, 0.224, 0.225), description="Standard deviation, which is divided by.")
+
+
+class ClassificationConfig(Section):
+    """Targets and weights of an image classifier (`data.objective: classification`)."""
+
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the label's weight that all classes get in training."
+    )
+
+
+def tokens_per_image(model: Mapping[str, Any]) -> int | None:
+    """Return the tokens of an image of the raw section `model`; None for a language model or for invalid values."""
+    size, patch = model.get("image_size"), model.get("patch_size") or 4
+    if type(size) is not int or type(patch) is not int or patch < 1 or size % patch:
+        return None
+    return (size // patch) ** 2 + (model.get("pooling") == "class_token")
+
+
+def image_problems(config: Any) -> Problems:
+    """Yield (key, problem) of the combinations that concern image classifiers."""
+    data, model = config.data, config.model
+    size = getattr(model, "image_size", None)
+    if data.objective != "classification":
+        if size is not None:
+            yield (
+                _OBJECTIVE,
+                f"= {data.objective}: model.image_size = {size} makes an image classifier; set classification",
+            )
+        if data.images.train is not None:
+            yield ("data", "images", "train"), "requires data.objective = classification; set it, or remove this key"
+        return
+    if size is None:
+        text = "is missing: data.objective = classification needs the height and width of its images, in pixels"
+        yield ("model", "image_size"), text
+    if data.images.train is None:
+        text = "is missing: name Parquet files with images, or a folder with one folder of images per class"
+        yield ("data", "images", "train"), text
+    for key in ("corpus", "train", "validation", "test"):
+        if getattr(data, key) is not None:
+            yield ("data", key), f"is text, and data.objective = classification reads data.images.{key}; set it to null"
+    tokens, length = getattr(model, "tokens_per_image", 0), config.batch.sequence_length
+    if size is not None and length != tokens:
+        text = f"= {length}: an image of model.image_size = {size} has {tokens} tokens; leave the key out"
+        yield ("batch", "sequence_length"), text
+    for key, off in (("pipeline", 1), ("sequence_parallel", False)):
+        if (value := getattr(config.parallel, key)) != off:
+            text = f"= {str(value).lower()} is not supported for image classifiers: {str(off).lower()} is allowed"
+            yield ("parallel", key), f"{text}; use data, tensor and ZeRO parallelism"
+    for section, key in (("evaluation", "suites"), ("logging", "loss_by_source")):
+        if getattr(getattr(config, section), key):
+            yield (section, key), "is for language models: remove it with data.objective = classification"

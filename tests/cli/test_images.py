@@ -1,0 +1,140 @@
+"""Training of image classifiers through the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import train
+from megatron_lite.checkpoint import reader as checkpoint
+from tests.cli.conftest import metrics_lines, train_lines
+from tests.cli.test_resume import copy_stopped_run
+from tests.made_images import CLASSES, encoded, picture, write_parquet
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    write_parquet(folder / "train.parquet", [number % 3 for number in range(24)])
+    write_parquet(folder / "validation.parquet", [number % 3 for number in range(9)])
+    return folder
+
+
+def words(images: Path, folder: Path, name: str = "run", **changes) -> list[str]:
+    """Return the arguments of a tiny classifier, eight steps of six images."""
+    values = {
+        "run.directory": folder / name,
+        "run.device": "cpu",
+        "model.num_layers": 2,
+        "model.hidden_size": 16,
+        "model.num_heads": 2,
+        "model.mixers": "[lion]",
+        "model.mixer_options": "{lion: {variant: s, causal: false}}",
+        "model.image_size": 8,
+        "model.patch_order": "both",
+        "data.objective": "classification",
+        "data.cache_directory": images / "cache",
+        "data.images": f"{{train: {images}/train.parquet, validation: {images}/validation.parquet, randaugment_layers: 1}}",
+        "classification.label_smoothing": 0.1,
+        "batch.micro_batch_size": 3,
+        "batch.global_batch_size": 6,
+        "optimizer.lr": 0.01,
+        "schedule.train_steps": 8,
+        "precision.dtype": "fp32",
+        "checkpoint.interval": 3,
+        "evaluation.interval": 4,
+        **changes,
+    }
+    base = folder / "empty.yml"
+    base.write_text("{}")
+    return [str(base), *(f"{key}={value}" for key, value in values.items())]
+
+
+@pytest.fixture
+def arguments(images: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    return partial(words, images, tmp_path)
+
+
+def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, capsys):
+    assert train.main(arguments()) == 0
+    out, run = capsys.readouterr().out, tmp_path / "run"
+    assert "24 images of 3 classes" in out
+    assert "(whole set, 9 images)" in out
+    last = metrics_lines(run, "validation")[-1]
+    assert last["evaluated_tokens"] == 9
+    assert 0 <= last["accuracy"] <= last["top5_accuracy"] == 1.0
+    assert "perplexity" not in last
+    confusion = json.loads((run / "confusion_matrix.json").read_text())
+    assert confusion["classes"] == list(CLASSES)
+    assert sum(map(sum, confusion["counts"])) == 9
+    assert sum(row[i] for i, row in enumerate(confusion["counts"])) == pytest.approx(9 * last["accuracy"])
+    assert (run / "predictions.png").stat().st_size > 1000
+    assert (run / "confusion_matrix.png").stat().st_size > 1000
+    assert json.loads((run / "classes.json").read_text()) == list(CLASSES)
+    manifest = checkpoint.read_manifest(checkpoint.resolve(run))
+    assert manifest["tensors"]["head.weight"]["shape"] == [3, 16]  # the classes of the data set
+    copy_stopped_run(run, 3, tmp_path / "resumed")
+    assert train.main(arguments("resumed")) == 0
+    assert train_lines(tmp_path / "resumed") == train_lines(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model.image_size": 10},
+            "model.image_size = 10 is no multiple of model.patch_size = 4; nearest multiples: 8 or 12",
+        ),
+        ({"model.image_size": "null"}, "model.image_size is missing: data.objective = classification needs"),
+        ({"data.objective": "masked"}, "data.objective = masked: model.image_size = 8 makes an image classifier"),
+        (
+            {"data.corpus": "stdlib"},
+            "data.corpus is text, and data.objective = classification reads data.images.corpus",
+        ),
+        ({"batch.sequence_length": 9}, "batch.sequence_length = 9: an image of model.image_size = 8 has 4 tokens"),
+        ({"evaluation.suites": "[superglue]"}, "evaluation.suites is for language models"),
+        ({"model.vocab_size": 4}, "model.vocab_size = 4: data.images.train has 3 classes"),
+        ({"data.images.train": "absent.parquet"}, "absent.parquet does not exist"),
+    ],
+)
+def test_classifier_that_cannot_run_is_refused_before_anything_is_written(
+    arguments, tmp_path, capsys, changes, message
+):
+    assert train.main(arguments(**changes)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"pipeline": 2}, "parallel.pipeline = 2 is not supported for image classifiers: 1 is allowed"),
+        ({"context": 2}, "parallel.context = 2: an image classifier averages over all patches; 1 is allowed"),
+        (
+            {"tensor": 2, "sequence_parallel": "true"},
+            "parallel.sequence_parallel = true is not supported for image classifiers: false is allowed",
+        ),
+    ],
+)
+def test_layouts_that_split_the_sequence_or_the_layers_are_refused(arguments, monkeypatch, capsys, parallel, message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    changes = {f"parallel.{key}": value for key, value in parallel.items()}
+    assert (
+        train.main(arguments(**changes, **{"batch.micro_batch_size": "null", "batch.gradient_accumulation_steps": 1}))
+        == 2
+    )
+    assert message in capsys.readouterr().err
+
+
+def test_image_that_does_not_decode_ends_the_run_with_file_and_row(arguments, tmp_path, capsys):
+    good = encoded(picture(0, 0))
+    path = write_parquet(tmp_path / "broken.parquet", [0, 1, 2, 0, 1, 2, 0], images=[*[good] * 5, b"no picture", good])
+    changes = {"data.images.train": path, "data.cache_directory": tmp_path / "cache"}
+    assert train.main(arguments(**changes)) == 1
+    assert "broken.parquet, row 5: the image does not decode" in capsys.readouterr().err
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert not checkpoints.exists() or not list(checkpoints.glob(".*"))

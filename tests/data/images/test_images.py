@@ -1,0 +1,167 @@
+"""Labelled images: reading, augmentation, samples, and files that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.checksum import DamagedDataError
+from data.images.augmentation import OPERATIONS, Augmentation, erase, rand_augment
+from data.images.dataset import ImageDataset
+from data.images.reading import LabelledImages, find_images
+from tests.made_images import CLASSES, encoded, picture, write_folder, write_parquet
+
+ALL = Augmentation(
+    8, crop="pad", flip=0.5, randaugment_layers=2, randaugment_magnitude=15, random_erasing=0.5, padding=2
+)
+
+
+def opened(path: Path | list[str], num_classes: int = 3, **options) -> LabelledImages:
+    first = Path(path if isinstance(path, Path) else path[0])
+    given = str(path) if isinstance(path, Path) else path
+    cache = first.parent / "cache"
+    return LabelledImages(
+        find_images(given, "data.images.train"), num_classes=num_classes, cache_directory=cache, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> LabelledImages:
+    folder = tmp_path_factory.mktemp("images")
+    first, second = (
+        write_parquet(folder / f"{name}.parquet", labels) for name, labels in (("a", [0, 1, 2]), ("b", [2, 1]))
+    )
+    return opened([str(first), str(second)])
+
+
+def test_parquet_files_are_read_in_order(images):
+    assert images.class_names == CLASSES
+    assert images.labels.tolist() == [0, 1, 2, 2, 1]
+    assert np.array_equal(images.image(3), picture(2, 0))
+    assert images.files.row_name(4).endswith("b.parquet, row 1")
+
+
+def test_folder_of_classes_has_the_same_images(tmp_path):
+    images = opened(write_folder(tmp_path / "train", 2))
+    assert images.class_names == tuple(sorted(CLASSES))
+    by_name = [images.class_names[label] for label in images.labels]
+    assert sorted(by_name) == sorted([*CLASSES, *CLASSES])
+    first = by_name.index("green")
+    assert np.array_equal(images.image(first), picture(1, 0))
+
+
+def test_samples_depend_on_seed_epoch_and_row_alone(images):
+    dataset = ImageDataset(images, ALL, num_samples=15, seed=3, label_smoothing=0.1)
+    again = ImageDataset(images, ALL, num_samples=40, seed=3, label_smoothing=0.1)
+    for number in (12, 0, 7):  # in another order, of a longer run
+        for key, value in dataset[number].items():
+            assert torch.equal(value, again[number][key])
+    epochs = [[int(dataset[5 * epoch + place]["labels"]) for place in range(5)] for epoch in range(3)]
+    assert all(sorted(labels) == sorted(images.labels) for labels in epochs)
+    assert len({tuple(labels) for labels in epochs}) > 1
+    torch.testing.assert_close(dataset[0]["targets"].sum(), torch.tensor(1.0))
+    assert float(dataset[0]["targets"].max()) == pytest.approx(0.9 + 0.1 / 3)
+    other = ImageDataset(images, ALL, num_samples=15, seed=4)
+    assert any(not torch.equal(dataset[i]["tokens"], other[i]["tokens"]) for i in range(5))
+
+
+def test_validation_reads_the_normalised_centre(images):
+    sample = ImageDataset(images, Augmentation(8), num_samples=None)[1]
+    pixels = torch.tensor(np.array(picture(1, 1))).permute(2, 0, 1) / 255
+    expected = (pixels - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor([0.229, 0.224, 0.225])[
+        :, None, None
+    ]
+    torch.testing.assert_close(sample["tokens"], expected)
+    assert sample.keys() == {"tokens", "labels", "loss_weight"}
+    assert np.array_equal(Augmentation(8).restored(sample["tokens"]), np.array(picture(1, 1)))
+
+
+def test_validation_crop_keeps_the_middle_of_larger_images():
+    image = Image.fromarray(np.arange(20 * 40 * 3, dtype=np.uint32).reshape(20, 40, 3).astype(np.uint8))
+    cut = Augmentation(16, validation_crop=0.8, mean=(0, 0, 0), std=(1, 1, 1))
+    assert np.array_equal(cut.restored(cut.validation(image)), np.array(image)[2:18, 12:28])
+    assert cut.validation(image.resize((64, 32))).shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("crop", ["pad", "resized", "none"])
+def test_random_crops_have_the_size_of_the_model(crop):
+    for size in ((8, 8), (30, 17), (5, 9)):
+        image = picture(0, 1, 40).resize(size)
+        pixels = Augmentation(8, crop=crop).training(image, np.random.default_rng(1))
+        assert pixels.shape == (3, 8, 8)
+        assert pixels.dtype == torch.float32
+
+
+def test_every_operation_keeps_the_size_and_all_but_identity_change_the_image():
+    image = picture(0, 1, 16)
+    changed = [operation(image, 0.5, 1) for operation in OPERATIONS]
+    assert all(one.size == image.size for one in changed)
+    assert [np.array_equal(one, image) for one in changed] == [True] + [False] * 13
+    assert rand_augment(image, 0, 9, np.random.default_rng(0)) is image
+
+
+def test_erasing_sets_one_rectangle_to_the_mean():
+    pixels = np.ones((3, 16, 16), np.float32)
+    erase(pixels, np.random.default_rng(0))
+    rows, columns = (np.flatnonzero((pixels[0] == 0).any(axis)) for axis in (1, 0))
+    assert (pixels[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] == 0).all()
+    assert pixels.sum() == 3 * (256 - len(rows) * len(columns))
+    assert 0.02 * 200 < len(rows) * len(columns) < 0.4 * 256
+
+
+@pytest.mark.parametrize("content", [b"no picture", None, encoded(picture(0, 0))[:60]])
+def test_image_that_does_not_decode_is_named_with_file_and_row(tmp_path, content):
+    good = encoded(picture(0, 0))
+    first = write_parquet(tmp_path / "a.parquet", [0, 1])
+    second = write_parquet(tmp_path / "b.parquet", [0, 1], images=[good, content])
+    images = opened([str(first), str(second)])
+    images.image(2)
+    with pytest.raises(DamagedDataError, match=r"b\.parquet, row 1: the image does not decode"):
+        images.image(3)
+
+
+def test_broken_file_in_a_folder_is_named(tmp_path):
+    folder = write_folder(tmp_path / "train", 1)
+    (folder / "green" / "0.png").write_bytes(b"GIF?")
+    images = opened(folder)
+    with pytest.raises(DamagedDataError, match=r"green/0\.png: the image does not decode"):
+        images.image(int(np.flatnonzero(images.labels == images.class_names.index("green"))[0]))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 1, 3], r"a\.parquet, row 2: label 3 of 1 such rows; whole numbers from 0 to 2 are allowed"),
+        ([0, -1, -1], r"row 1: label -1 of 2 such rows"),
+        ([None, 0, 0], r"row 0: label nan of 1 such rows"),
+    ],
+)
+def test_label_outside_the_classes_is_named_with_file_and_row(tmp_path, labels, message):
+    with pytest.raises(ValueError, match=message):
+        opened(write_parquet(tmp_path / "a.parquet", labels, images=[encoded(picture(0, 0))] * 3))
+
+
+def test_wrong_names_numbers_and_files_are_refused(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [0, 1])
+    with pytest.raises(
+        ValueError, match=r"model.vocab_size = 5: data.images.train has 3 classes; set 3, or leave it out"
+    ):
+        opened(path, 5)
+    with pytest.raises(
+        ValueError, match=r"data.images.image_key = photo: .* has the columns img, label; name one of them"
+    ):
+        opened(path, image_key="photo")
+    with pytest.raises(ValueError, match=r"the column label holds no images"):
+        opened(path, image_key="label")
+    with pytest.raises(FileNotFoundError, match=r"data.images.train: .*absent does not exist"):
+        find_images(str(tmp_path / "absent"), "data.images.train")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds neither Parquet files nor folders of images"):
+        find_images(str(tmp_path / "empty"), "data.images.train")
+    (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DamagedDataError, match=r"cut\.parquet cannot be read as Parquet"):
+        opened(tmp_path / "cut.parquet")

@@ -1,0 +1,61 @@
+"""Open the images of a run as its configuration names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from data.images.augmentation import Augmentation
+from data.images.reading import ImageFiles, LabelledImages, find_images
+from megatron_lite.config.data_schema import DataConfig
+from megatron_lite.config.image_schema import ImagesConfig
+
+
+def image_files(images: ImagesConfig, part: str) -> ImageFiles | None:
+    """Return the files of `data.images.<part>`, part "train", "validation" or "test"; None if it is not set.
+
+    Raises as `find_images`.
+    """
+    given = getattr(images, part)
+    return None if given is None else find_images(given, f"data.images.{part}")
+
+
+def open_images(data: DataConfig, part: str, num_classes: int) -> LabelledImages | None:
+    """Return the images of `data.images.<part>`, or None if it is not set. Raises as `LabelledImages`."""
+    settings = data.images
+    files = image_files(settings, part)
+    if files is None:
+        return None
+    return LabelledImages(
+        files,
+        num_classes=num_classes,
+        image_key=settings.image_key,
+        label_key=settings.label_key,
+        cache_directory=data.cache_directory,
+    )
+
+
+def check_images(data: DataConfig) -> None:
+    """Raise as `find_images` for images that do not exist, and DamagedDataError for a file that is no Parquet. Reads no image."""
+    for part in ("train", "validation", "test"):
+        files = image_files(data.images, part)
+        if files is not None:
+            files.class_names(data.images.label_key)
+
+
+def augmentation_of(settings: ImagesConfig, size: int) -> Augmentation:
+    """Return the augmentation of the section `data.images` for images of `size` x `size` pixels."""
+    shared = Augmentation.__dataclass_fields__.keys() & ImagesConfig.model_fields.keys()
+    return Augmentation(size=size, **{name: getattr(settings, name) for name in shared})
+
+
+def number_of_classes(data: Mapping[str, Any]) -> int | None:
+    """Return the classes that the training images of a raw section `data` name; None if they name none.
+
+    Raises as `find_images`, and pydantic's ValidationError, a ValueError, for a section that is not valid.
+    """
+    settings = ImagesConfig.model_validate_json(json.dumps(data.get("images") or {}))
+    files = image_files(settings, "train")
+    names = None if files is None else files.class_names(settings.label_key)
+    return None if names is None else len(names)

@@ -1,0 +1,63 @@
+"""Draw what an image classifier does: the confusion matrix, and predictions on single images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tools.reporting.style import COLORS, saved_figure
+
+PREDICTIONS, CONFUSIONS = "predictions.png", "confusion_matrix.png"  # files in a run folder
+
+_COLUMNS = 8
+_NAMED_CLASSES = 32  # at most; the names of more classes do not fit
+_NUMBERED_CLASSES = 12
+
+
+def draw_confusions(out: Path, counts: Tensor, class_names: Sequence[str]) -> None:
+    """Draw counts [classes (label), classes (predicted)] as shares of each label's images."""
+    shares = (counts / counts.sum(1, keepdim=True).clamp_min(1)).numpy()
+    size = len(class_names)
+    with saved_figure(out, 1, 1, height=7.6, style={"axes.grid": False}) as (figure, axes):
+        image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        if size <= _NAMED_CLASSES:
+            axes.set_xticks(range(size), class_names, rotation=45, ha="right", rotation_mode="anchor")
+            axes.set_yticks(range(size), class_names)
+        for row, column in np.ndindex(shares.shape) if size <= _NUMBERED_CLASSES else ():
+            color = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, f"{shares[row, column]:.0%}", ha="center", va="center", color=color, fontsize=8)
+        right = float(np.trace(counts.numpy()) / max(float(counts.sum()), 1.0))
+        axes.set(xlabel="predicted", ylabel="label", title=f"share of each label's images; {right:.2%} are right")
+        figure.colorbar(image, ax=axes, format=lambda value, _: f"{value:.0%}", shrink=0.8)
+
+
+def draw_predictions(
+    out: Path, pictures: Sequence[NDArray[np.uint8]], labels: Sequence[int], shares: Tensor, class_names: Sequence[str]
+) -> None:
+    """Draw pictures [height, width, 3] with label and prediction; wrong predictions have another colour.
+
+    shares: [pictures, classes], the predicted probabilities.
+    """
+    rows = -(-len(pictures) // _COLUMNS)
+    with saved_figure(out, rows, _COLUMNS, height=1.75 * rows, squeeze=False) as (_, panels):
+        for number, panel in enumerate(panels.flat):
+            panel.axis("off")
+            if number < len(pictures):
+                _draw_prediction(panel, pictures[number], labels[number], shares[number], class_names)
+
+
+def _draw_prediction(
+    panel: Any, picture: NDArray[np.uint8], label: int, shares: Tensor, class_names: Sequence[str]
+) -> None:
+    predicted = int(shares.argmax())
+    right = predicted == label
+    panel.imshow(picture)
+    text = f"{class_names[predicted]} {float(shares[predicted]):.0%}"
+    panel.set_title(
+        text if right else f"{text}\nis {class_names[label]}", fontsize=7.5, color=COLORS[0 if right else 1]
+    )
