@@ -1,6 +1,6 @@
 """The oracle: training in one process with PyTorch alone, as the reference of the trainer.
 
-It uses the project's model, but no DeepSpeed and no engine or schedule of the project.
+It uses the project's model and FP8 matmuls, but no DeepSpeed and no engine or schedule of the project.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_lite.fp8.rowwise import Recipe
+from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 
@@ -30,15 +32,20 @@ def train(
     min_ratio: float = 0.1,
     device: str = "cpu",
     accuracies: list[float] | None = None,
+    fp8: Recipe | None = None,
 ) -> list[tuple[float, float]]:
     """Return (loss, gradient norm before clipping) of every step.
 
     The learning rate has a linear warmup, then a cosine decay to min_ratio * lr at step `total`.
 
     accuracies: receives per step the share of the loss weight on correctly predicted tokens.
+    fp8: of the blocks' projections, one by one.
     """
     with torch.device(device):
         model = LanguageModel(config, seed=seed)
+    if fp8 is not None:
+        names = select_projections(model, 1)[0]
+        use_fp8(model, names, fp8)
     decay, exempt = [], []
     for name, parameter in model.named_parameters():
         embedding = name.startswith("embedding") and "projection" not in name

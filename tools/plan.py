@@ -268,6 +268,7 @@ def _layers(config: Config[ModelConfig], layout: Layout, dtype: str, stage: int)
         sequence_length=config.batch.sequence_length,
         layout=layout,
         parallel=config.parallel.model_copy(update={"zero_stage": stage}),
+        fp8=config.precision.fp8,
     )
 
 

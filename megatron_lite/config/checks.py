@@ -15,6 +15,7 @@ from typing import Any
 from ..parallel.layout import Layout, Limits, layout_problems, limits_of, nearest_layouts
 from .data_checks import data_problems
 from .files import KeyPath
+from .fp8_schema import fp8_problems
 from .image_schema import tokens_per_image
 from .schema import CheckpointConfig, Config, RunConfig
 
@@ -145,7 +146,7 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     if 0 < config.run.spike_factor <= 1:
         text = f"= {config.run.spike_factor} would skip ordinary steps: 0 (off) or a number above 1 is allowed"
         yield Problem(("run", "spike_factor"), text)
-    yield from itertools.starmap(Problem, data_problems(config))
+    yield from itertools.starmap(Problem, itertools.chain(data_problems(config), fp8_problems(config)))
 
 
 def _layout_problems(config: Config[Any]) -> Iterator[Problem]:

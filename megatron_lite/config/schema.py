@@ -13,6 +13,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 from pydantic import Field
 
 from megatron_lite.config.data_schema import DataConfig
+from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.image_schema import ClassificationConfig
 from megatron_lite.config.section import Fraction, Section, Steps, Text
 
@@ -265,6 +266,7 @@ class PrecisionConfig(Section):
         "with beta above 0.998 does not change.",
     )
     fp16: Fp16Config = Field(default=Fp16Config(), description=Fp16Config.__doc__)
+    fp8: Fp8Config = Field(default=Fp8Config(), description=Fp8Config.__doc__)
 
 
 class CheckpointConfig(Section):

@@ -22,6 +22,7 @@ from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, Precisi
 from megatron_lite.engine.deepspeed import deepspeed_config, import_deepspeed, restore_linear, share_weights
 from megatron_lite.engine.model_shard import LayerSpec, ModelShard
 from megatron_lite.engine.parallelize import parallelize
+from megatron_lite.engine.precision import fp8_summary
 from megatron_lite.engine.sequential import Batch, Sequential
 from megatron_lite.metrics.per_source_loss import per_source_loss, with_loss_weight_grad
 from megatron_lite.optim.bf16_optimizer import patch_bf16_optimizer
@@ -29,6 +30,7 @@ from megatron_lite.optim.param_groups import build_optimizer
 from megatron_lite.optim.zero_state import OptimizerState
 from megatron_lite.parallel.collectives import all_reduce_async, all_reduce_sum
 from megatron_lite.parallel.context_parallel import ContextParallelGroup, context_parallel_group, local_shard
+from megatron_lite.parallel.fp8_projections import check_device
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.planning.memory import Setting
 
@@ -84,6 +86,7 @@ class Engine:
         model: all layers at full width on the device "meta", for counting.
         layers: the sharded layers of this process's stage.
         sharding_specs: sharding spec of every parameter of the model, by canonical name.
+        fp8_summary: one line that names the projections in FP8 and the others; empty without FP8.
         optimizer_state: master weights, moments and loss scale of this process.
     """
 
@@ -108,6 +111,8 @@ class Engine:
     ) -> None:
         if dtype == "fp16" and grid.device.type == "cpu":
             raise ValueError("precision.dtype: fp16 does not train on a CPU; use bf16 or fp32")
+        if precision.fp8.recipe != "none":
+            check_device(grid.device, dtype, precision.fp8.recipe)
         self.grid, self.dtype, self.accumulation = grid, dtype, accumulation
         self._num_correct = torch.zeros((), dtype=torch.float64, device=grid.device) if count_correct else None
         deepspeed = import_deepspeed()
@@ -117,9 +122,11 @@ class Engine:
             seed=seed,
             grid=grid,
             parallel=parallel,
+            fp8=precision.fp8,
             sequence_length=sequence_length,
             predicted_fraction=predicted_fraction,
         )
+        self.fp8_summary = fp8_summary(precision.fp8, shard.model, grid.tensor_size, dtype)
         self.model, self.layers, self.sharding_specs = shard.model, list(shard.layers.values()), shard.sharding_specs
         self._context = context_parallel_group(grid)
         filler = nn.Parameter(torch.zeros(1, device=grid.device)) if grid.pipe_size > 1 else None

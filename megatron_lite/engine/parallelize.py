@@ -2,6 +2,7 @@
 
 - build: at full width, from the layer's seed (`ModelShard`);
 - shard: over the tensor-parallel group (`shard_and_fuse`);
+- quantise: FP8 matmuls in the projections that allow them (`shard_and_fuse`);
 - fuse: projections of one input, in one autograd node (`shard_and_fuse`);
 - compile: each block with torch.compile (`parallelize`, as all that follows);
 - context: the inputs are a local shard of the sequence;
@@ -26,21 +27,30 @@ from megatron_lite.engine.activation_checkpointing import checkpointed
 from megatron_lite.engine.cuda_graph import GraphedBlocks
 from megatron_lite.engine.sequential import chain
 from megatron_lite.engine.tensor_overlap import MicroBatchOverlap, overlap_parts
+from megatron_lite.fp8.rowwise import Recipe
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
+from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
 from megatron_lite.parallel.fused_projections import fuse_projections
 from megatron_lite.parallel.tensor_parallel import TensorGroup, shard_layer
 
 Call = Callable[..., Tensor]
 
 
-def shard_and_fuse(layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig) -> None:
+def shard_and_fuse(
+    layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig, recipe: Recipe | None = None
+) -> None:
     """Shard a full-width layer in place over the tensor-parallel group, and fuse its projections where that is possible.
+
+    recipe: of the projections that run in FP8; None for none.
 
     Raises:
         ValueError: as `shard_layer`.
     """
+    names = [] if recipe is None else select_projections(layer, 1 if tensor is None else tensor.count)[0]
     if tensor is not None:
         shard_layer(layer, tensor)
+    if recipe is not None:
+        use_fp8(layer, names, recipe)
     # ZeRO 3 gathers the weights of a module when it is called, and torch.compile fuses by itself.
     if parallel.zero_stage < 3 and not parallel.compile:
         fuse_projections(layer, tensor)

@@ -1,11 +1,16 @@
-"""Number formats by name, and the faster one of a machine."""
+"""Number formats by name, the faster one of a machine, and which layers multiply in FP8."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import nn
+
+from megatron_lite.config.fp8_schema import Fp8Config
+from megatron_lite.fp8.rowwise import Recipe
+from megatron_lite.parallel.fp8_projections import select_projections
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -29,3 +34,40 @@ def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:
         seconds[name] = sorted(runs)[1]
     # bf16 also pays for conversions around the float32 gates: it must win clearly.
     return "bf16" if seconds["bf16"] < 0.7 * seconds["fp32"] else "fp32"
+
+
+def fp8_recipe(fp8: Fp8Config, index: int, count: int) -> Recipe | None:
+    """Return the recipe of layer `index` of `count`; None without FP8. The first layer is the embedding, the last the head."""
+    if not 0 < index < count - 1 or not fp8.covers(index - 1, count - 2):
+        return None
+    gradient_dtype = torch.float8_e5m2 if fp8.format == "hybrid" else torch.float8_e4m3fn
+    return Recipe(fp8.recipe == "rowwise", gradient_dtype)
+
+
+def fp8_summary(fp8: Fp8Config, layers: Sequence[nn.Module], ranks: int, dtype: str) -> str:
+    """Return one line that names the projections in FP8 and those of the blocks that are not; empty without FP8.
+
+    layers: all layers at full width. ranks: of a tensor-parallel group.
+
+    Raises ValueError if no projection runs in FP8.
+    """
+    selected: dict[str, None] = {}
+    others: dict[str, list[str]] = {}
+    for index, layer in enumerate(layers):
+        if fp8_recipe(fp8, index, len(layers)) is None:
+            continue
+        names, reasons = select_projections(layer, ranks)
+        selected |= dict.fromkeys(names)
+        for name, reason in reasons.items():
+            if name not in (known := others.setdefault(reason, [])):
+                known.append(name)
+    if fp8.recipe == "none":
+        return ""
+    rest = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in others.items())
+    if not selected:
+        raise ValueError(
+            f"precision.fp8.recipe = {fp8.recipe}: no projection of this model can run in FP8: {rest}. Set recipe=none"
+        )
+    blocks = sum(fp8_recipe(fp8, index, len(layers)) is not None for index in range(len(layers)))
+    line = f"FP8 ({fp8.recipe}, {fp8.format}) in {blocks} of {len(layers) - 2} blocks: {', '.join(selected)}"
+    return f"{line}; in {dtype}: {rest}" if rest else line

@@ -3,7 +3,7 @@
 A module that applies several linears to one tensor calls its attribute `project_inputs(x, linears)`. The default applies them
 one after the other. Here the matmuls accumulate the gradient of x, without a separate addition for each. Under tensor
 parallelism the all-reduce of that gradient overlaps with the gradients of the weights (Shoeybi et al. 2019, arXiv 1909.08053;
-the asynchronous gradient all-reduce of Megatron-LM's linears).
+the asynchronous gradient all-reduce of Megatron-LM's linears). A linear with the attribute `fp8_recipe` multiplies in FP8.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from megatron_lite.fp8.rowwise import Recipe, input_gradient, quantize_rows, scaled_matmul, weight_gradient
 
 if TYPE_CHECKING:
     from megatron_lite.parallel.tensor_parallel import TensorGroup
@@ -48,19 +50,42 @@ def project_inputs(
     group = None if tensor is None or tensor.sequence else tensor.group
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
-    return _FusedProjections.apply(x, group, return_input, len(linears), *weights, *biases)
+    recipes = [getattr(linear, "fp8_recipe", None) for linear in linears]
+    return _FusedProjections.apply(x, group, return_input, recipes, *weights, *biases)
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
+    """Return `F.linear` (x, weight, bias) with matmuls in FP8. x: [..., in]."""
+    return _FusedProjections.apply(x, None, False, [recipe], weight, bias)[0]
 
 
 class _FusedProjections(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Any, return_input: bool, count: int, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        group: Any,
+        return_input: bool,
+        recipes: Sequence[Recipe | None],
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        weights, biases = parameters[:count], parameters[count:]
+        count = len(recipes)
+        weights: Any = parameters[:count]
+        biases = parameters[count:]
         ctx.save_for_backward(x, *weights)
-        ctx.group, ctx.biased = group, [bias is not None for bias in biases]
+        ctx.group, ctx.recipes, ctx.biased = group, recipes, [bias is not None for bias in biases]
+        rows = quantize_rows(x.reshape(-1, x.shape[-1])) if any(recipes) else None
         linear: Any = F.linear
-        outputs = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        outputs = []
+        for weight, bias, recipe in zip(weights, biases, recipes, strict=True):
+            if recipe is None:
+                outputs.append(linear(x, weight, bias))
+                continue
+            assert rows is not None
+            flat = scaled_matmul(rows, quantize_rows(weight), x.dtype, fast=True)
+            # Not a view, because tensor parallelism sums a row linear's output in place.
+            y = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], len(weight)))
+            outputs.append(y if bias is None else y + bias)
         return (*outputs, *((x,) if return_input else ()))
 
     @staticmethod
@@ -70,22 +95,49 @@ class _FusedProjections(torch.autograd.Function):
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         rows = x.reshape(-1, x.shape[-1])
         dx = flat.pop().contiguous() if len(flat) > len(weights) else None
-        matmuls = list(zip(flat, weights, strict=True))
-        # Adjacent gradients and weights need one matmul: fewer, larger matmuls run at a higher rate.
-        gradient, weight = _adjacent(flat, 1), _adjacent(weights, 0)
-        if gradient is not None and weight is not None:
-            matmuls = [(gradient, weight)]
-        for gradient, weight in matmuls:
-            dx = torch.mm(gradient, weight) if dx is None else dx.addmm_(gradient, weight)
+        matmuls = _matmuls(flat, weights, ctx.recipes)
+        for _, recipe, gradient, weight in matmuls:
+            if recipe is not None:
+                from_fp8 = input_gradient(recipe, gradient, weight)
+                dx = from_fp8 if dx is None else dx.add_(from_fp8)
+            else:
+                dx = torch.mm(gradient, weight) if dx is None else dx.addmm_(gradient, weight)
         assert dx is not None
         work = None if ctx.group is None else dist.all_reduce(dx, group=ctx.group, async_op=True)
-        of_weights: Sequence[Tensor] = [torch.mm(gradient.t(), rows) for gradient, _ in matmuls]
-        if len(of_weights) < len(weights):
-            of_weights = of_weights[0].split([len(weight) for weight in weights])
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        for indices, recipe, gradient, _ in matmuls:
+            whole = torch.mm(gradient.t(), rows) if recipe is None else weight_gradient(recipe, gradient, rows)
+            parts = whole.split([len(weights[i]) for i in indices]) if len(indices) > 1 else [whole]
+            for index, part in zip(indices, parts, strict=True):
+                of_weights[index] = part
         of_biases = [_sum(x) if biased else None for x, biased in zip(flat, ctx.biased, strict=True)]
         if work is not None:
             work.wait()
         return dx.view_as(x), None, None, None, *of_weights, *of_biases
+
+
+def _matmuls(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], recipes: Sequence[Recipe | None]
+) -> list[tuple[list[int], Recipe | None, Tensor, Tensor]]:
+    """Return (indices of the linears, recipe, gradient, weight) of each matmul: fewer, larger matmuls run at a higher rate.
+
+    Linears in FP8 share one, because its operands are copied anyway. The others do if they are adjacent in memory.
+    """
+    matmuls: list[tuple[list[int], Recipe | None, Tensor, Tensor]] = []
+    for quantized in (True, False):
+        indices = [index for index, recipe in enumerate(recipes) if (recipe is not None) == quantized]
+        if not indices:
+            continue
+        several = [gradients[i] for i in indices], [weights[i] for i in indices]
+        gradient, weight = _adjacent(several[0], 1), _adjacent(several[1], 0)
+        if quantized and len(indices) > 1:
+            gradient = torch.cat(several[0], 1) if gradient is None else gradient
+            weight = torch.cat(several[1]) if weight is None else weight
+        if gradient is not None and weight is not None:
+            matmuls.append((indices, recipes[indices[0]], gradient, weight))
+        else:
+            matmuls += [([i], recipes[i], gradients[i], weights[i]) for i in indices]
+    return matmuls
 
 
 def _adjacent(matrices: Sequence[Tensor], dim: int) -> Tensor | None:

@@ -120,9 +120,11 @@ class _RowLinear(nn.Module):
     def __init__(self, linear: nn.Linear, tensor: TensorGroup) -> None:
         super().__init__()
         self.weight, self.bias, self._tensor = linear.weight, linear.bias, tensor
+        self.matmul: Callable[[Tensor, Tensor], Tensor] | None = None  # instead of `F.linear`
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._tensor.leave(F.linear(x, self.weight))
+        # ZeRO 3 replaces `F.linear` after this module is built.
+        y = self._tensor.leave((self.matmul or F.linear)(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 

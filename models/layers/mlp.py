@@ -21,6 +21,7 @@ class GatedMLP(nn.Module):
     """Compute down(activation(gate x) * up x). Shazeer 2020 (arXiv 2002.05202), Eq. 5-6; `model.mlp` names the activation."""
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+    fp8_projections: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
     parameter_kinds: ClassVar[dict[str, str]] = {}
     project_inputs_is_entry: ClassVar[bool] = True
 
@@ -83,6 +84,7 @@ class GELU(nn.Module):
     """Compute down(GELU(up x)) with the exact (erf) GELU, as in GPT-NeoX and Pythia."""
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"up_proj": "column", "down_proj": "row"}
+    fp8_projections: ClassVar[tuple[str, ...]] = ("up_proj", "down_proj")
     parameter_kinds: ClassVar[dict[str, str]] = {}
     project_inputs_is_entry: ClassVar[bool] = True
 
@@ -112,6 +114,7 @@ class ChannelMixing(nn.Module):
     # The block gives it the mask, the segments and the state.
     shifts_tokens: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"mix": "partial_grad", "up_proj": "column", "down_proj": "row"}
+    fp8_projections: ClassVar[tuple[str, ...]] = ("up_proj", "down_proj")
     parameter_kinds: ClassVar[dict[str, str]] = {"mix": "norm"}
 
     def __init__(self, config: ModelShape) -> None:

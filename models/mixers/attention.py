@@ -94,6 +94,7 @@ class Attention(nn.Module):
     Options = AttentionOptions
     state_size: ClassVar[str] = "2 d * kv_heads / heads per token seen, at most window - 1"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
     # Every tensor-parallel rank uses the whole gains, and its heads compute a part of their gradients.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",

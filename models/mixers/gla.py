@@ -47,6 +47,7 @@ class GLA(nn.Module):
     state_size: ClassVar[str] = "d^2 / (2 heads) float32"
     supports_context_parallel: ClassVar[bool] = True
     # Every tensor-parallel rank uses the whole W_1, and its heads compute a part of the gradient of W_1.
+    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "partial_grad",
         "q_proj": "column",

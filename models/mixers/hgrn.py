@@ -46,6 +46,7 @@ class HGRN(nn.Module):
     Options = HGRNOptions
     state_size: ClassVar[str] = "d float32 (2 d with rotation)"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("candidate_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "forget_proj": "column",
         "input_proj": "column",

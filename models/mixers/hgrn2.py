@@ -54,6 +54,7 @@ class HGRN2(nn.Module):
     Options = HGRN2Options
     state_size: ClassVar[str] = "d^2 / heads float32"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "f_proj": "column",

@@ -48,6 +48,7 @@ class LinearAttention(nn.Module):
     Options = LinearAttentionOptions
     state_size: ClassVar[str] = "d^2 / heads + d float32"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "partial_grad",
         "q_proj": "column",

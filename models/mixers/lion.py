@@ -101,6 +101,7 @@ class Lion(nn.Module):
     Options = LionOptions
     state_size: ClassVar[str] = "d^2 / heads + d float32; none when not causal"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

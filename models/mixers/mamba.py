@@ -47,6 +47,7 @@ class Mamba(nn.Module):
     state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) expand d"
     supports_context_parallel: ClassVar[bool] = True
     # dt, B and C depend on the channels of their group only, so tensor parallelism splits between groups.
+    fp8_projections: ClassVar[tuple[str, ...]] = ("x_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "gate_proj": "column",

@@ -45,6 +45,7 @@ class Mamba2(nn.Module):
     state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) (expand d + 2 N)"
     supports_context_parallel: ClassVar[bool] = True
     # Every tensor-parallel rank uses the whole of B and C, and its heads compute a part of their gradients.
+    fp8_projections: ClassVar[tuple[str, ...]] = ("x_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "b_proj": "partial_grad",

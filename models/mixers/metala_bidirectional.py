@@ -53,6 +53,7 @@ class MetaLABidirectional(nn.Module):
     causal: ClassVar[bool] = False
     state_size: ClassVar[str] = "none"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         **{name: spec for name, spec in MetaLA.tensor_parallel_plan.items() if name not in ("k_proj", "decay")},
         "conv": "partial_grad",  # the parallel region begins before the convolution

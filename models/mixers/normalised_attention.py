@@ -42,6 +42,7 @@ class NormalisedAttention(nn.Module):
     Options = NormalisedAttentionOptions
     state_size: ClassVar[str] = "d^2 / heads float32"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

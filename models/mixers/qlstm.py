@@ -38,6 +38,7 @@ class QLSTM(nn.Module):
     Options = QLSTMOptions
     state_size: ClassVar[str] = "d float32"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("update_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "forget_proj": "column",
         "input_proj": "column",

@@ -44,6 +44,7 @@ class RetNet(nn.Module):
     state_size: ClassVar[str] = "expand_v d^2 / heads float32 and a position"
     supports_context_parallel: ClassVar[bool] = True
     # head_index is a buffer: a head's decay depends on its number in the whole layer.
+    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

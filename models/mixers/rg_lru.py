@@ -42,6 +42,7 @@ class RGLRU(nn.Module):
     Options = RGLRUOptions
     state_size: ClassVar[str] = "width float32 and (kernel - 1) width"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("x_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "gate_proj": "column",

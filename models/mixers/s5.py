@@ -49,6 +49,7 @@ class S5(nn.Module):
     Options = S5Options
     state_size: ClassVar[str] = "2 d float32"
     supports_context_parallel: ClassVar[bool] = True
+    fp8_projections: ClassVar[tuple[str, ...]] = ("out_proj",)
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "b_proj": "column",
         "nu": "heads",

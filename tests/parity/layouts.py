@@ -71,12 +71,14 @@ class LayoutCase:
     masked: bool = False
     state: str = "fp32"
     packed: bool = False
+    fp8: str = "none"
 
     @property
     def name(self) -> str:
         changes = "".join(f"-{key}={value}" for key, value in self.changes.items())
         changes += "-masked" if self.masked else "-packed" if self.packed else ""
         changes += "" if self.dtype == "fp32" else f"-{self.dtype}"
+        changes += "" if self.fp8 == "none" else f"-fp8_{self.fp8}"
         return f"{self.layout}-{self.model}{changes}" + ("" if self.state == "fp32" else f"-{self.state} state")
 
     @property
@@ -241,6 +243,10 @@ DELTA_RULE = (
     *("context4", "context2_tensor2_sequence", "context2_pipeline2", "data2_tensor2_zero3"),
 )
 DELTA_RULE_PACKED = ("tensor2", "context2", "context4")
+FP8 = {
+    2: ("tensor2_overlap", "tensor2_sequence_selective", "pipeline2_recompute", "context2"),
+    4: ("context2_tensor2_sequence", "data4"),
+}
 SHORT = {"num_layers": 2}  # without pipeline stages
 UNTIED = {"tie_embeddings": False}
 POSITIONS = {"positions": "learned", "max_positions": LENGTH}
@@ -288,6 +294,7 @@ def cases(processes: int) -> list[LayoutCase]:
         for name in hybrid
         for packed in (False, True)
     ]
+    selected += [LayoutCase("hybrid", name, layouts[name], fp8="rowwise") for name in FP8[processes]]
     if processes == 2:
         selected += [
             LayoutCase("rwkv7", name, layouts[name], {"mlp": "rwkv7"})

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.config.fp8_schema import Fp8Config
+from megatron_lite.engine.precision import fp8_recipe
 from tests import oracle
 from tests.parity import layouts
 from tests.parity.launch import launch
@@ -34,11 +36,20 @@ def expected(
     device: str = "cpu",
     masked: bool = False,
     packed: bool = False,
+    fp8: str = "none",
 ) -> tuple[list[tuple[float, float]], list[float]]:
     """Return (loss, gradient norm) of every step, and the accuracy of every step."""
     config = layouts.model_config(case_model, **dict(changes))
     accuracies: list[float] = []
-    options = {"seed": 11, "lr": layouts.LR, "warmup": layouts.WARMUP, "total": layouts.STEPS, "device": device}
+    recipe = fp8_recipe(Fp8Config(recipe=fp8), 1, 3)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "fp8": recipe,
+        "seed": 11,
+        "lr": layouts.LR,
+        "warmup": layouts.WARMUP,
+        "total": layouts.STEPS,
+        "device": device,
+    }
     steps = layouts.image_steps() if case_model in layouts.IMAGES else layouts.steps(masked, packed)
     return oracle.train(config, steps, accuracies=accuracies, **options), accuracies
 
@@ -46,6 +57,8 @@ def expected(
 # A change of the weights by 1e-7, float32's rounding, changes the norm of these at their initialisation by up to 3e-5
 # (of MetaLA: 2e-7).
 ILL_CONDITIONED = ("gla", "retnet", "rwkv7", "transnormer")
+# With FP8 such a change rounds some numbers to the other neighbour, and changes the loss of these tiny models by up to 1e-5 in
+# the first step and 1e-3 in later ones. FP8 itself changes the first loss by 3e-3.
 CASES = [(processes, case) for processes in (2, 4) for case in layouts.cases(processes)]
 
 
@@ -53,18 +66,22 @@ CASES = [(processes, case) for processes in (2, 4) for case in layouts.cases(pro
 def test_layout_equals_one_process(results, processes, case):
     result = results(processes)[case.name]
     assert "error" not in result, result["error"]
-    wanted, accuracies = expected(case.model, tuple(case.changes.items()), masked=case.masked, packed=case.packed)
-    if case.dtype == "fp32":
+    wanted, accuracies = expected(
+        case.model, tuple(case.changes.items()), masked=case.masked, packed=case.packed, fp8=case.fp8
+    )
+    if case.dtype == "fp32" and case.fp8 == "none":
         assert result["accuracies"] == pytest.approx(accuracies, abs=1e-9)
     for index, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(result["history"], wanted, strict=True)):
         tolerance = 1e-5 if case.dtype == "fp32" else 2e-3
+        if case.fp8 != "none":
+            tolerance = 2e-4 if index == 0 else 4e-3
         assert loss == pytest.approx(wanted_loss, rel=tolerance), f"loss of step {index}"
-        tolerance *= 10 if case.model in ILL_CONDITIONED or case.dtype != "fp32" else 1
+        tolerance *= 10 if case.model in ILL_CONDITIONED or case.dtype != "fp32" or case.fp8 != "none" else 1
         assert norm == pytest.approx(wanted_norm, rel=tolerance), f"gradient norm of step {index}"
     nll, weight, num_correct = result["evaluated"]
     assert weight == sum(batch["loss_weight"].sum().item() for batch in layouts.steps_of(case)[1])
     assert 0 <= num_correct <= weight
-    plain = case.model == "hybrid" and not case.changes and not case.packed and case.dtype == "fp32"
+    plain = case == layouts.LayoutCase("hybrid", case.layout, case.parallel)
     same = results(2)["data2-hybrid"]["evaluated"][0] if plain else nll
     assert nll == pytest.approx(same, rel=1e-6)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.optim.lr_schedule import learning_rate
@@ -67,6 +68,7 @@ def engine_of(
     seed: int = 11,
     dtype: str = "fp32",
     state: str = "fp32",
+    fp8: str = "none",
     count_correct: bool = False,
     micro_batch_size: int = 2,
 ) -> Engine:
@@ -80,7 +82,7 @@ def engine_of(
         accumulation=2 * layouts.MICRO_BATCHES // micro_batch_size // grid.data_size,
         optimizer=OptimizerConfig(lr=LR),
         parallel=ParallelConfig(**parallel),
-        precision=PrecisionConfig(optimizer_state=state),  # type: ignore[arg-type]
+        precision=PrecisionConfig(optimizer_state=state, fp8=Fp8Config(recipe=fp8)),  # type: ignore[arg-type]
         sequence_length=layouts.LENGTH,
         context_parallel=context_parallel,
         recompute=recompute_elementwise,
@@ -106,6 +108,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         grid,
         dtype=case.dtype,
         state=case.state,
+        fp8=case.fp8,
         count_correct=True,
         micro_batch_size=4 if pairs else 2,
     )

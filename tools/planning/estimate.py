@@ -107,6 +107,7 @@ def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> 
         sequence_length=config.batch.sequence_length,
         layout=layout,
         parallel=parallel,
+        fp8=config.precision.fp8,
         device="meta" if cuda else "cpu",
     )
     stage = max(1, parallel.zero_stage)

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
 from megatron_lite.engine.parallelize import shard_and_fuse
+from megatron_lite.engine.precision import fp8_recipe
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.parallel.tensor_parallel import TensorGroup
@@ -33,12 +35,14 @@ def layer_costs(
     sequence_length: int,
     layout: Layout,
     parallel: ParallelConfig,
+    fp8: Fp8Config | None = None,
     device: str = "meta",
 ) -> list[LayerCost]:
     """Return the cost of each layer, sharded and called as the engine does for `layout`. Equal blocks run once.
 
     Args:
         parallel: read for activation checkpointing, `compile`, and whether the ZeRO stage is 3.
+        fp8: which blocks multiply in FP8; None for none.
         device: "meta" takes the paths of CUDA; "cpu" executes the layers.
     """
     specs = layer_specs(model)
@@ -65,11 +69,12 @@ def layer_costs(
             values = (
                 model.hidden_size * length // (layout.tensor * residual_length) if model.reads_values(index - 1) else 0
             )
-            kind += f" {values}"
+            recipe = None if fp8 is None else fp8_recipe(fp8, index, len(specs))
+            kind += f" {values} {recipe}"
             if kind not in known:
                 with torch.device(device):
                     layer = build_layer(spec, index, None if device == "meta" else 0)
-                shard_and_fuse(layer, tensor, parallel)
+                shard_and_fuse(layer, tensor, parallel, recipe)
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, residual_length, model.hidden_size + values)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)

@@ -43,7 +43,8 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
         print("ZeRO  checkpointing   estimated GiB   allocated GiB   ratio")
     worst = 1.0
     if cases is None:
-        most = 1 if sizes.pipeline > 1 else 2 if config.parallel.cuda_graph else 3
+        fp8 = config.precision.fp8.recipe != "none"
+        most = 1 if sizes.pipeline > 1 else 2 if config.parallel.cuda_graph or fp8 else 3
         cases = [case for case in CASES if case[0] <= most]
     for stage, mode in cases:
         case = read_config(

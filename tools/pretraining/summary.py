@@ -126,7 +126,7 @@ def command(config: Config[Any], steps: int) -> str:
 def start_message(
     config: Config[Any], engine: Engine, objective: Objective, state: TrainState, source: Path | None
 ) -> str:
-    """Return the two lines at the start of a run: model, layout, device, steps, tokens and start checkpoint."""
+    """Return the lines at the start of a run: model, layout, device, steps, tokens, start checkpoint, and FP8 if it is on."""
     parameters = sum(math.prod(shape) for shape in engine.parameter_shapes().values())
     tokens = config.batch.tokens_of(config.schedule.train_steps)
     most = "" if config.batch.ramp.start is None else "up to "
@@ -136,6 +136,7 @@ def start_message(
         f"{config.schedule.train_steps:,} steps of {most}{config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
         f"from {objective.source}; "
         + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from step 0")
+        + (f"\n{engine.fp8_summary}" if engine.fp8_summary else "")
     )
 
 

@@ -327,6 +327,21 @@ def test_nearest_batch_sizes_are_legal() -> None:
             "precision.optimizer_state = bf16 with precision.dtype = fp32: fp32 is allowed, or set precision.dtype=bf16",
         ),
         (
+            ("precision.fp8.recipe=rowwise", "precision.dtype=fp16"),
+            "precision.fp8.recipe = rowwise with precision.dtype = fp16: bf16 is allowed; set precision.dtype=bf16, or "
+            "recipe=none",
+        ),
+        (
+            ("precision.fp8.recipe=rowwise", "parallel.zero_stage=3"),
+            "precision.fp8.recipe = rowwise is not supported with parallel.zero_stage = 3: set parallel.zero_stage to 0, 1 or 2, "
+            "or recipe=none",
+        ),
+        (
+            ("precision.fp8.recipe=rowwise", "parallel.compile=true"),
+            "precision.fp8.recipe = rowwise is not supported with parallel.compile = true: set parallel.compile=false, or "
+            "recipe=none",
+        ),
+        (
             ("run.device=cpu", "precision.dtype=fp16"),
             "precision.dtype = fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed",
         ),

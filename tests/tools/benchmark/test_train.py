@@ -196,7 +196,7 @@ def test_lengths_have_equal_tokens_per_step(tmp_path: Path, monkeypatch: pytest.
 
 def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["train", "--output", str(tmp_path)]
-    assert "--subjects mambo: allowed are metalion, metalion-elementwise, metalion-bf16, gla" in refusal(
+    assert "--subjects mambo: allowed are metalion, metalion-elementwise, metalion-bf16, metalion-fp8, gla" in refusal(
         [*common, "--subjects", "mambo"], capsys
     )
     assert "--lengths 3000: it must divide --tokens 4096" in refusal([*common, "--lengths", "3000", "4096"], capsys)

@@ -1,0 +1,1 @@
+"""FP8 matmuls of linear layers: scales, quantisation, and the three matmuls of a training step."""
