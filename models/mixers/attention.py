@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..operators.attention_over_ranks import attention_over_ranks, whole
 from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state
-from ..operators.dot_product import dot_product
+from ..operators.dot_product import dot_product, packed_flash_attention, takes_flash
 from ..operators.rotary import Yarn, rotary, rotate
 from ..operators.varlen import check_packed, segment_starts
 from ..options import ModelShape, option, require_at_least, require_divisor, require_positive
@@ -244,6 +244,13 @@ class Attention(nn.Module):
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         lengths = ends - starts
         stateless = state is None and not return_state
+        if mask is None and stateless and self.dot_product is dot_product and takes_flash(q):
+            if self.rotary_dim:
+                segment, _ = segment_starts(cu_seqlens, q.shape[1])
+                q, k = self._rotate((torch.arange(q.shape[1], device=q.device) - starts[segment])[None], q, k)
+            inputs = (q[0], *(_for_each_query_head(x, q)[0] for x in (k, v)))
+            bounds = (cu_seqlens, cu_seqlens, q.shape[1], q.shape[1])
+            return packed_flash_attention(*inputs, *bounds, is_causal=self.options.causal, window=self.window)[None], {}
         if q.shape[1] and stateless:
             # Batches of a fixed shape may end with empty segments, which need no row.
             starts, lengths = starts[lengths > 0], lengths[lengths > 0]
@@ -278,16 +285,8 @@ class Attention(nn.Module):
             keys_real = torch.cat([state["mask"], real], 1)
         plain = mask is None and not state
         allowed = None if plain else self._allowed(keys_real, length)
-        grouped = q.shape[2] // k.shape[2]
-        expand = [t.repeat_interleave(grouped, 2) if grouped > 1 else t for t in (k, v)]
-        o = self.dot_product(
-            q.transpose(1, 2),
-            expand[0].transpose(1, 2),
-            expand[1].transpose(1, 2),
-            allowed,
-            plain and self.options.causal,
-            self.window,
-        ).transpose(1, 2)
+        inputs = (x.transpose(1, 2) for x in (q, _for_each_query_head(k, q), _for_each_query_head(v, q)))
+        o = self.dot_product(*inputs, allowed, plain and self.options.causal, self.window).transpose(1, 2)
         if not return_state:
             return o, {}
         new_state = {"key": k, "value": v, "mask": keys_real}
@@ -322,6 +321,12 @@ class Attention(nn.Module):
             return projections + 4 * self._size * length
         window = length if self.window is None else min(self.window, length)
         return projections + 4 * self._size * window - 2 * self._size * window * window // max(length, 1)
+
+
+def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """Return keys or values [batch, length, kv_heads, head_dim] once per query head of their group."""
+    groups = q.shape[2] // x.shape[2]
+    return x.repeat_interleave(groups, 2) if groups > 1 else x
 
 
 def _gated(o: Tensor, logits: Tensor) -> Tensor:

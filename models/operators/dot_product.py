@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import SIXTEEN_BITS, available, replaceable
+from ..backend import SIXTEEN_BITS, replaceable
 
 
 @replaceable
@@ -23,8 +23,12 @@ def dot_product(
     """
     queries, keys = q.shape[2], k.shape[2]
     if is_causal and window is not None and window < keys:
-        if _takes_flash(q):
-            return _windowed_flash(q, k, v, window)
+        if takes_flash(q):
+            row = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+            packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+            bounds = (row * queries, row * keys)
+            o = packed_flash_attention(*packed, *bounds, queries, keys, is_causal=True, window=window)
+            return o.unflatten(0, (len(q), queries)).transpose(1, 2)
         key = torch.arange(keys, device=q.device)
         distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - key
         allowed, is_causal = (distance >= 0) & (distance < window), False
@@ -36,17 +40,33 @@ def dot_product(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
 
 
-def _takes_flash(q: Tensor) -> bool:
-    """Return whether FlashAttention computes windows of these queries. Other inputs need a mask of every query and key."""
-    return available(q) and q.dtype in SIXTEEN_BITS and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+def takes_flash(q: Tensor) -> bool:
+    """Return whether FlashAttention computes windows and packed segments. Other inputs need masks or padded rows."""
+    if not q.is_cuda or q.dtype not in SIXTEEN_BITS or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def _windowed_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Compute a causal window by FlashAttention, which reads only the keys of the window."""
+def packed_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    most_queries: int,
+    most_keys: int,
+    *,
+    is_causal: bool,
+    window: int | None,
+) -> Tensor:
+    """Return attention within packed segments, for q, k, v [tokens, heads, head_dim] that `takes_flash` accepts.
+
+    cu_queries, cu_keys: [segments + 1], bounds of the segments. most_queries, most_keys: upper bounds of their lengths.
+    is_causal, window: as in `dot_product`. The kernel reads only the keys of the window.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    rows, queries, keys = len(q), q.shape[2], k.shape[2]
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    row = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
-    o: Any = varlen_attn(q, k, v, row * queries, row * keys, queries, keys, window_size=(window - 1, 0))
-    return o.unflatten(0, (rows, queries)).transpose(1, 2)
+    left = -1 if window is None or not is_causal else window - 1
+    bounds = (cu_queries.int(), cu_keys.int(), most_queries, most_keys)
+    o: Any = varlen_attn(q, k, v, *bounds, window_size=(left, 0 if is_causal else -1))
+    return o

@@ -192,31 +192,52 @@ def test_packed_state_continues_each_segment(options):
         torch.testing.assert_close(z[:, i], together[:, -1], rtol=0, atol=1e-6)
 
 
-def test_window_by_flash_attention(monkeypatch):
-    """Check sequence bounds and window by a stand-in for the kernel, which aligns the last query with the last key."""
-    windows = []
+@pytest.fixture
+def flash(monkeypatch) -> list[tuple[int, int]]:
+    """Select FlashAttention, by a stand-in that aligns the last query with the last key. Return the windows it computed."""
+    windows: list[tuple[int, int]] = []
 
     def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
         assert cu_q.dtype == cu_k.dtype == torch.int32
-        assert int(cu_q.diff().max()) == max_q
-        assert int(cu_k.diff().max()) == max_k
+        assert int(cu_q.diff().max()) <= max_q
+        assert int(cu_k.diff().max()) <= max_k
         windows.append(window_size)
+        left, right = (len(k) if side < 0 else side for side in window_size)
         rows = []
         for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
             distance = (torch.arange(b - a) + (d - c) - (b - a))[:, None] - torch.arange(d - c)
-            allowed = (distance <= window_size[0]) & (distance >= -window_size[1])
             row = [x.transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d])]
+            allowed = (distance <= left) & (distance >= -right)
             rows.append(F.scaled_dot_product_attention(*row, attn_mask=allowed).transpose(0, 1))
         return torch.cat(rows)
 
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    for module in ("models.operators.dot_product", "models.mixers.attention"):
+        monkeypatch.setattr(f"{module}.takes_flash", lambda _: True)
+    return windows
+
+
+def test_window_by_flash_attention(flash, monkeypatch):
     q, k, v = torch.randn(3, 2, 4, 9, 8)
     cases = [(q, 3), (q, 1), (q[:, :, -2:], 4)]
-    expected = [dot_product(x, k, v, None, True, window) for x, window in cases]
-    monkeypatch.setattr("models.operators.dot_product._takes_flash", lambda _: True)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    for (x, window), o in zip(cases, expected, strict=True):
-        torch.testing.assert_close(dot_product(x, k, v, None, True, window), o)
-    assert windows == [(2, 0), (0, 0), (3, 0)]
+    computed = [dot_product(x, k, v, None, True, window) for x, window in cases]
+    assert flash == [(2, 0), (0, 0), (3, 0)]
+    monkeypatch.undo()
+    for (x, window), o in zip(cases, computed, strict=True):
+        torch.testing.assert_close(o, dot_product(x, k, v, None, True, window))
+    assert len(flash) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "window"), [({"num_kv_heads": 2}, (-1, 0)), ({"window": 3}, (2, 0)), ({"causal": False}, (-1, -1))]
+)
+def test_packed_segments_by_flash_attention(options, window, flash, monkeypatch):
+    layer = mixer(**options)
+    x, cu_seqlens = torch.randn(1, 20, SIZE, dtype=torch.float64), torch.tensor([0, 7, 7, 8, 20, 20])
+    y = layer(x, cu_seqlens=cu_seqlens)
+    monkeypatch.undo()
+    torch.testing.assert_close(y, layer(x, cu_seqlens=cu_seqlens), rtol=0, atol=1e-10)
+    assert flash == [window]
 
 
 def test_options_of_qwen3_and_qwen3_next_equal_transformers():
