@@ -248,9 +248,12 @@ class Attention(nn.Module):
             if self.rotary_dim:
                 segment, _ = segment_starts(cu_seqlens, q.shape[1])
                 q, k = self._rotate((torch.arange(q.shape[1], device=q.device) - starts[segment])[None], q, k)
-            inputs = (q[0], *(_for_each_query_head(x, q)[0] for x in (k, v)))
-            bounds = (cu_seqlens, cu_seqlens, q.shape[1], q.shape[1])
-            return packed_flash_attention(*inputs, *bounds, is_causal=self.options.causal, window=self.window)[None], {}
+            k, v = _for_each_query_head(k, q), _for_each_query_head(v, q)
+            bounds = (cu_seqlens, q.shape[1])
+            o = packed_flash_attention(
+                q[0], k[0], v[0], bounds, bounds, is_causal=self.options.causal, window=self.window
+            )
+            return o[None], {}
         if q.shape[1] and stateless:
             # Batches of a fixed shape may end with empty segments, which need no row.
             starts, lengths = starts[lengths > 0], lengths[lengths > 0]
@@ -285,8 +288,14 @@ class Attention(nn.Module):
             keys_real = torch.cat([state["mask"], real], 1)
         plain = mask is None and not state
         allowed = None if plain else self._allowed(keys_real, length)
-        inputs = (x.transpose(1, 2) for x in (q, _for_each_query_head(k, q), _for_each_query_head(v, q)))
-        o = self.dot_product(*inputs, allowed, plain and self.options.causal, self.window).transpose(1, 2)
+        o = self.dot_product(
+            q.transpose(1, 2),
+            _for_each_query_head(k, q).transpose(1, 2),
+            _for_each_query_head(v, q).transpose(1, 2),
+            allowed,
+            plain and self.options.causal,
+            self.window,
+        ).transpose(1, 2)
         if not return_state:
             return o, {}
         new_state = {"key": k, "value": v, "mask": keys_real}

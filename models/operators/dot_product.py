@@ -25,10 +25,10 @@ def dot_product(
     if is_causal and window is not None and window < keys:
         if takes_flash(q):
             row = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-            bounds = (row * queries, row * keys)
-            o = packed_flash_attention(*packed, *bounds, queries, keys, is_causal=True, window=window)
-            return o.unflatten(0, (len(q), queries)).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+            bounds = (row * queries, queries), (row * keys, keys)
+            o = packed_flash_attention(q, k, v, *bounds, is_causal=True, window=window)
+            return o.unflatten(0, (-1, queries)).transpose(1, 2)
         key = torch.arange(keys, device=q.device)
         distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - key
         allowed, is_causal = (distance >= 0) & (distance < window), False
@@ -51,22 +51,29 @@ def packed_flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_queries: Tensor,
-    cu_keys: Tensor,
-    most_queries: int,
-    most_keys: int,
+    queries: tuple[Tensor, int],
+    keys: tuple[Tensor, int],
     *,
     is_causal: bool,
     window: int | None,
 ) -> Tensor:
     """Return attention within packed segments, for q, k, v [tokens, heads, head_dim] that `takes_flash` accepts.
 
-    cu_queries, cu_keys: [segments + 1], bounds of the segments. most_queries, most_keys: upper bounds of their lengths.
-    is_causal, window: as in `dot_product`. The kernel reads only the keys of the window.
+    queries, keys: the bounds of the segments [segments + 1], and an upper bound of their lengths. is_causal, window: as in
+    `dot_product`. The kernel reads only the keys of the window.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if window is None or not is_causal else window - 1
-    bounds = (cu_queries.int(), cu_keys.int(), most_queries, most_keys)
-    o: Any = varlen_attn(q, k, v, *bounds, window_size=(left, 0 if is_causal else -1))
+    (cu_queries, most_queries), (cu_keys, most_keys) = queries, keys
+    o: Any = varlen_attn(
+        q,
+        k,
+        v,
+        cu_queries.int(),
+        cu_keys.int(),
+        most_queries,
+        most_keys,
+        window_size=(left, 0 if is_causal else -1),
+    )
     return o
