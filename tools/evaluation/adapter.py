@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
 from tools.evaluation.chat import chat_template_of, render_chat
 from tools.evaluation.data_parallel import Processes
-from tools.evaluation.prefix_tree import Ids
+from tools.evaluation.prefix_tree import Ids, shared_order
 from tools.evaluation.pseudo_likelihood import PseudoScorer
 from tools.evaluation.request_cache import RequestCache
 from tools.evaluation.request_pairs import Pair, RequestCounts, encode_pairs, encode_texts, refuse_longer
 from tools.evaluation.results_file import number_format
 from tools.evaluation.scoring import Scorer
-from tools.inference.generation import generate
+from tools.inference.generation import State, generate, read_prefix
 
 
 class ProjectLM(TemplateLM):
@@ -140,24 +141,30 @@ class ProjectLM(TemplateLM):
         keys = [self.cache.key("generate", *identity) for identity in identities]
         texts = {i: value for i, key in enumerate(keys) if (value := self.cache.get(key)) is not None}
         prompts = encode_texts(self._tokenizer, [request.args[0] for request in requests])
-        # A batch has equal settings and similar lengths.
-        missing = sorted(set(range(len(requests))) - texts.keys(), key=lambda i: (repr(settings[i]), -len(prompts[i])))
+        # Masked models, whose scorer has no states, generate nothing.
+        assert isinstance(self.scorer, Scorer)
+        ends = [
+            ids[-max(1, self.max_length - shared["max_tokens"]) :] if len(ids) else np.array([self.eot_token_id])
+            for ids, shared in zip(prompts, settings, strict=True)
+        ]
+        missing = set(range(len(requests))) - texts.keys()
+        ordered: list[tuple[int, int]] = []  # requests of equal settings are together
+        for shared in dict.fromkeys(repr(settings[i]) for i in sorted(missing)):
+            group = [i for i in sorted(missing) if repr(settings[i]) == shared]
+            ordered += [(group[i], length) for i, length in zip(*shared_order([ends[i] for i in group]), strict=True)]
 
         def generate_share() -> dict[int, str]:
             generated: dict[int, str] = {}
-            remaining = missing[self.processes.rank :: self.processes.size]
-            with self._bar(len(remaining), "texts") as bar:
-                while remaining:
-                    shared = settings[remaining[0]]
-                    rows = max(1, self.scorer.batch_tokens // (len(prompts[remaining[0]]) + shared["max_tokens"]))
-                    batch = [i for i in remaining[:rows] if settings[i] == shared]
-                    remaining = remaining[len(batch) :]
-                    room = max(1, self.max_length - shared["max_tokens"])
-                    seeds = [_seed(identities[i]) for i in batch]
-                    ends = [prompts[i][-room:].tolist() for i in batch]
-                    generated.update(zip(batch, self._continue(ends, **{**shared, "seed": seeds}), strict=True))
-                    self.cache.add((keys[i], generated[i]) for i in batch)
-                    bar.update(len(batch))
+            share = ordered[self.processes.rank :: self.processes.size]
+            with self._bar(len(share), "texts") as bar:
+                for _, group in itertools.groupby(share, lambda item: repr(settings[item[0]])):
+                    for batch, prefix, state in self._prefix_batches(list(group), ends, settings):
+                        prompts = [ends[i][prefix:].tolist() for i in batch]
+                        seeds = [_seed(identities[i]) for i in batch]
+                        new = self._continue(prompts, prefix=state, **{**settings[batch[0]], "seed": seeds})
+                        generated.update(zip(batch, new, strict=True))
+                        self.cache.add((keys[i], generated[i]) for i in batch)
+                        bar.update(len(batch))
             return generated
 
         texts.update(self.processes.compute_shared(generate_share))
@@ -219,10 +226,32 @@ class ProjectLM(TemplateLM):
         answers.update(self.processes.compute_shared(compute))
         return [answers[number] for number in range(len(keys))]
 
+    def _prefix_batches(
+        self, remaining: list[tuple[int, int]], prompts: Sequence[Ids], settings: Sequence[dict[str, Any]]
+    ) -> Iterator[tuple[list[int], int, State | None]]:
+        """Yield batches of requests, the tokens of their prompts that are read already, and the state after them.
+
+        remaining: requests of equal settings, and the tokens that each shares with all later ones. These are read once.
+        """
+        assert isinstance(self.scorer, Scorer)
+        read, state = 0, None
+        while remaining:
+            length, longest, size = remaining[0][1], 0, 0
+            for i, _ in remaining:
+                longest = max(longest, len(prompts[i]) - length + settings[i]["max_tokens"])
+                rows = min(self.scorer.batch_tokens // longest, self.scorer.state_rows(length + longest))
+                if size and size >= rows:
+                    break
+                size += 1
+            batch, remaining = [i for i, _ in remaining[:size]], remaining[size:]
+            if read < length and (remaining or size > 1):
+                state = read_prefix(self.model, prompts[batch[0]][read:length].tolist(), state)
+                read = length
+            yield batch, read, state
+
     def _continue(
         self, prompts: list[list[int]], *, stops: tuple[str, ...], max_tokens: int, **sampling: Any
     ) -> list[str]:
-        prompts = [prompt or [self.eot_token_id] for prompt in prompts]
         generated: list[list[int]] = [[] for _ in prompts]
         unfinished = set(range(len(prompts)))
         steps = generate(

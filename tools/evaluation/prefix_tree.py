@@ -104,6 +104,24 @@ def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int
     return roots
 
 
+def shared_order(prompts: Sequence[Ids], *, shortest: int = 16) -> tuple[list[int], list[int]]:
+    """Return an order of prompts with growing common beginnings, and the tokens that each shares with all later ones.
+
+    The last token of a prompt is never shared, because its output is the first of the answer. Prompts of about equal common
+    beginnings are ordered by length, longest first. Beginnings below `shortest` count as 0.
+    """
+    if not prompts:
+        return [], []
+    ordered = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">u4").tobytes())
+    # The reference is a prompt with the longest beginning in common with another one.
+    pairs = [(_shared_length(prompts[a], prompts[b]), a) for a, b in itertools.pairwise(ordered)]
+    reference = prompts[max(pairs)[1] if pairs else 0]
+    shared = [min(_shared_length(prompt, reference), len(prompt) - 1) for prompt in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: (shared[i] // 128, -len(prompts[i])))
+    later = list(itertools.accumulate((shared[i] for i in reversed(order)), min))[::-1]
+    return order, [length if length >= shortest else 0 for length in later]
+
+
 def _shared_length(a: Ids, b: Ids) -> int:
     length = min(len(a), len(b))
     different = a[:length] != b[:length]

@@ -108,6 +108,8 @@ def run_ruler(
     cells: list[dict[str, Any]] = []
     for length in lengths:
         texts = list(_texts(opened, ruler, haystack, length))
+        if is_main_process(opened.lm):
+            print(f"RULER at {length:,} tokens: {len(texts):,} texts", file=sys.stderr)
         cells += score_cells(texts, _outputs(opened, texts), keep_outputs=request.save_samples)
     if not is_main_process(opened.lm):
         return None
@@ -277,7 +279,6 @@ def _outputs(opened: OpenedModel, texts: Sequence[Text]) -> list[str]:
     """Return the greedy continuation of every prompt."""
     from lm_eval.api.instance import Instance
 
-    print(f"RULER at {texts[0].length:,} tokens: {len(texts):,} texts", file=sys.stderr)
     requests = [
         Instance(
             "generate_until",

@@ -54,6 +54,10 @@ class Scorer:
             self.state_bytes = memory // 8
         self._bytes_per_row, self._bytes_per_token = _state_bytes(self)
 
+    def state_rows(self, length: int) -> int:
+        """Return the number of states after `length` tokens that fit into `state_bytes`, at least 1."""
+        return max(1, self.state_bytes // (self._bytes_per_row + self._bytes_per_token * length))
+
     def units(self, contexts: Sequence[Ids], targets: Sequence[Ids]) -> list[Node]:
         """Return the units of work: the trees of all requests, largest first.
 

@@ -14,6 +14,15 @@ from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
 from tools.inference.sampling import check_sampling, next_tokens
 
+State = list[dict[str, torch.Tensor]]
+
+
+@torch.inference_mode()
+def read_prefix(model: LanguageModel, tokens: Sequence[int], state: State | None = None) -> State:
+    """Return the state after tokens that follow `state`: one row, which `generate` continues."""
+    device = next(model.parameters()).device
+    return _last_logits(model, torch.tensor([tokens], device=device), None, state)[1]
+
 
 @torch.inference_mode()
 def generate(
@@ -28,6 +37,7 @@ def generate(
     top_p: float = 1.0,
     seed: int | Sequence[int] = 0,
     first_row: int = 0,
+    prefix: State | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue several prompts of any lengths in one batch.
 
@@ -37,6 +47,7 @@ def generate(
         stop_id: ends the text of a prompt; it is not yielded.
         seed: row r uses its own generator with seed + first_row + r, or with seed[r] if `seed` is a sequence.
         first_row: see `seed`.
+        prefix: result of `read_prefix` for the tokens before every prompt.
 
     Yields:
         The next token of each prompt, or None for ended prompts, until all have ended or `max_tokens` is reached.
@@ -58,7 +69,10 @@ def generate(
     generators = [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
     alive = [True] * len(prompts)
     tokens, padding = tokens.to(device), None if bool(mask.all()) else mask.to(device)
-    state = None
+    state = prefix
+    if state is not None:
+        rows = torch.zeros(len(prompts), dtype=torch.long, device=device)
+        state = [{key: value.index_select(0, rows) for key, value in layer.items()} for layer in state]
     for _ in range(max_tokens):
         logits, state = _last_logits(model, tokens, padding, state)
         drawn = next_tokens(logits[:, :vocab_size], generators, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -74,8 +88,8 @@ def _last_logits(
     model: LanguageModel,
     tokens: torch.Tensor,
     mask: torch.Tensor | None,
-    state: list[dict[str, torch.Tensor]] | None,
-) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
+    state: State | None,
+) -> tuple[torch.Tensor, State]:
     """Return the logits [batch, vocab] of the last position only, which need less memory, and the new state."""
     layers = [model.embedding, *model.blocks]
     states = [None] * len(layers) if state is None else state

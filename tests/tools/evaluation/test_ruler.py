@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -17,8 +19,10 @@ from tools.evaluation.cells import with_cells
 from tools.evaluation.haystack import position_limit
 from tools.evaluation.open_model import locate_model
 from tools.evaluation.options import parse_evaluation
+from tools.evaluation.prefix_tree import shared_order
 from tools.evaluation.request import EvaluationRequest, RulerRequest
 from tools.evaluation.ruler import Text, run_ruler, score_cells, string_match, table, task_names
+from tools.inference import generation
 
 __all__ = ["masked_run"]
 
@@ -146,6 +150,41 @@ def test_learned_positions_of_a_hugging_face_model_are_a_limit() -> None:
         model.config = SimpleNamespace(max_position_embeddings=64)
         limits.append(position_limit(SimpleNamespace(loaded=None, lm=SimpleNamespace(model=model))))
     assert limits == [64, None]
+
+
+def test_common_beginning_of_prompts_is_read_once(trained_run: Path, tmp_path: Path, monkeypatch) -> None:
+    read: list[int] = []
+    forward = generation._last_logits
+
+    def counted(model, tokens, mask, state):
+        read.append(tokens.numel() if mask is None else int(mask.sum()))
+        return forward(model, tokens, mask, state)
+
+    monkeypatch.setattr(generation, "_last_logits", counted)
+    wanted = RulerRequest(("niah_single_2",), (), (1000,), samples=11)
+    request = EvaluationRequest(str(trained_run), ruler=wanted, device="cpu", progress=False, save_samples=True)
+    located = locate_model(request)
+    found = []
+    for name, order in (("shared", None), ("apart", lambda prompts: (list(range(len(prompts))), [0] * len(prompts)))):
+        if order:
+            monkeypatch.setattr("tools.evaluation.adapter.shared_order", order)
+        read.clear()
+        results = run_ruler(replace(request, out=tmp_path / f"{name}.json"), wanted, located)
+        found.append((results["cells"], sum(number for number in read if number > 11)))
+    assert found[0][0] == found[1][0]
+    # Eleven needles at depths from 0 to 100 %: two batches, each with the common beginning of its prompts.
+    assert found[0][1] < 0.8 * found[1][1]
+
+
+def test_prompts_are_ordered_by_growing_common_beginnings() -> None:
+    text = np.arange(1000)
+    prompts = [np.concatenate([text[:place], [5000 + place], text[place:600]]) for place in (400, 5, 150, 560)]
+    order, shared = shared_order([*prompts, np.array([7])])
+    assert order == [1, 4, 2, 0, 3]
+    assert shared == [0, 0, 150, 400, 600]
+    assert shared_order([]) == ([], [])
+    assert shared_order([prompts[0], prompts[0]]) == ([0, 1], [600, 600])
+    assert shared_order([prompts[0]]) == ([0], [600])
 
 
 def test_tasks_of_the_command_line_belong_to_ruler() -> None:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from data.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.language_model import LanguageModel
+from models.mixers import MIXERS
 from tools.generate import main
 from tools.inference import generation as decoding
-from tools.inference.generation import TextStream, complete, generate, longest_continuation, prompt_ids
+from tools.inference.generation import TextStream, complete, generate, longest_continuation, prompt_ids, read_prefix
 from tools.loading.model import load_model
 
 
@@ -47,6 +48,17 @@ def test_greedy_decoding_equals_the_full_forward(mixers: tuple[str, ...], monkey
             logits = model(whole)[0, len(prompt) - 1 : -1]
         assert drawn == logits.argmax(-1).tolist(), "equal to argmax of the full forward at every position"
         torch.testing.assert_close(torch.stack([s[row] for s in seen]), logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS.keys() - {"lion", "metala_bidirectional"}))
+def test_prompts_that_continue_a_prefix_equal_whole_prompts(mixer: str) -> None:
+    model = tiny(mixer)
+    prefix, rest = [5, 9, 2, 33, 7, 1, 0, 61, 12], [[17, 4, 1], [8], [3, 2]]
+    state = read_prefix(model, prefix[4:], read_prefix(model, prefix[:4]))
+    first = {"vocab_size": 64, "temperature": 0.0, "max_tokens": 12}
+    whole = list(generate(model, [prefix + prompt for prompt in rest], **first))
+    assert list(generate(model, rest, prefix=state, **first)) == whole
+    assert list(generate(model, rest[:1], prefix=state, **first)) == [step[:1] for step in whole]
 
 
 def test_the_state_keeps_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
