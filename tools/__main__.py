@@ -12,6 +12,7 @@ from tools.cli.arguments import command, refused
 # Job: the program, its first arguments, and one sentence. `metalion JOB ...` equals `python -m PROGRAM ARGUMENTS ...`.
 JOBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "preprocess": ("tools.preprocess_data", (), "tokenize raw text to token files"),
+    "retrieval-text": ("tools.retrieval_text", (), "write generated retrieval texts, to be mixed into a corpus"),
     "train-tokenizer": ("tools.train_tokenizer", (), "train a SentencePiece tokenizer on raw text"),
     "inspect": ("tools.inspect_data", (), "show token files, documents and samples; compare them with their checksums"),
     "neox-config": ("tools.neox_config", (), "translate GPT-NeoX configuration files"),
