@@ -10,6 +10,8 @@ import pytest
 
 from data.synthetic.retrieval_text import MOST_DOCUMENTS, RETRIEVAL_TASKS, sentences, training_example, training_seed
 from data.synthetic.ruler import make_example
+from tools.evaluation.request import RulerRequest
+from tools.evaluation.ruler import check_ruler
 from tools.retrieval_text import main
 
 COMMAND = [
@@ -59,6 +61,12 @@ def test_training_and_evaluation_draw_from_different_seeds():
     for pair in ((-1, 0), (0, -1), (0, MOST_DOCUMENTS)):
         with pytest.raises(ValueError, match="seeds from 0 and documents below 1,000,000,000 are allowed"):
             training_seed(*pair)
+
+
+def test_evaluation_refuses_the_seeds_of_training():
+    check_ruler(RulerRequest(seed=0))
+    with pytest.raises(ValueError, match=r"--seed -1: seeds from 0 are allowed; tools\.retrieval_text trains on those"):
+        check_ruler(RulerRequest(seed=-1))
 
 
 def test_needles_hide_in_the_sentences_of_a_text(tmp_path, capsys):

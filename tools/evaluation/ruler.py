@@ -57,7 +57,7 @@ class Text:
 
 
 def check_ruler(request: RulerRequest) -> None:
-    """Raise ValueError for unknown tasks, a selection without a task, and lengths that are not allowed."""
+    """Raise ValueError for unknown tasks, a selection without a task, and lengths and seeds that are not allowed."""
     for name in request.tasks:
         if name not in TASKS:
             raise ValueError(
@@ -67,6 +67,10 @@ def check_ruler(request: RulerRequest) -> None:
     if not task_names(request):
         raise ValueError(f"--without leaves no task of RULER: allowed are some of {', '.join(TASKS)}")
     check_lengths(request.lengths)
+    if request.seed < 0:
+        raise ValueError(
+            f"--seed {request.seed}: seeds from 0 are allowed; tools.retrieval_text trains on those below 0"
+        )
 
 
 def task_names(request: RulerRequest) -> list[str]:
