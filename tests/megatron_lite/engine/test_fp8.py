@@ -14,6 +14,7 @@ from megatron_lite.config.schema import ParallelConfig, PrecisionConfig
 from megatron_lite.engine.precision import fp8_recipe, fp8_summary
 from megatron_lite.parallel.fp8_projections import check_device, select_projections
 from models.language_model import build_layer, layer_specs
+from models.mixers import MIXERS
 from tests.megatron_lite.conftest import batches, model_config
 from tests.megatron_lite.engine.test_engine import run
 
@@ -64,6 +65,21 @@ def test_widths_are_those_of_a_tensor_parallel_rank():
     (_, block, *_) = model_layers(intermediate_size=160)
     assert "mlp.down_proj" in select_projections(block, 2)[0]
     assert select_projections(block, 4)[1]["mlp.down_proj"] == "40 x 64 per rank is no multiple of 16"
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_mixer_declares_projections_without_gates_and_decays(mixer):
+    """Compare with names that mean a gate or a decay in every mixer; the gate of an MLP is a large matmul like the others."""
+    options = {"lion": {"variant": "s"}, "metala": {"key_projection": True}}
+    (_, block, *_) = model_layers(mixers=(mixer,), mixer_options={mixer: options.get(mixer, {})})
+    selected, _ = select_projections(block, 1)
+    in_mixer = [name.removeprefix("mixer.") for name in selected if name.startswith("mixer.")]
+    assert "out_proj" in in_mixer
+    assert set(in_mixer) <= set(type(block.mixer).fp8_projections)
+    others = ("a_proj", "b_proj", "dt_proj", "eta_proj", "f_proj", "gate_proj", "input_proj", "w_proj")
+    assert not set(in_mixer) & set(others)
+    assert not [name for name in in_mixer if name.endswith(("_down", "_up")) or "decay" in name]
+    assert {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"} <= set(selected)
 
 
 def test_first_and_last_blocks_stay_in_bf16():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine import parallelize
 from megatron_lite.parallel.grid import init_grid
@@ -99,7 +100,9 @@ def test_optimizer_state_bytes_are_exact(state, bytes_per_parameter):
     assert count.now == 0  # the next engine of a process finds its memory free
 
 
-def costs(mode: str = "none", mixers: tuple[str, ...] = ("metala",), **sizes: object) -> list[LayerCost]:
+def costs(
+    mode: str = "none", mixers: tuple[str, ...] = ("metala",), fp8: Fp8Config | None = None, **sizes: object
+) -> list[LayerCost]:
     config = ModelConfig(
         vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8, mixers=mixers, tie_embeddings=False
     )
@@ -110,7 +113,16 @@ def costs(mode: str = "none", mixers: tuple[str, ...] = ("metala",), **sizes: ob
         sequence_length=512,
         layout=Layout(**sizes),  # type: ignore[arg-type]
         parallel=ParallelConfig(activation_checkpointing={"mode": mode}),  # type: ignore[arg-type]
+        fp8=fp8,
     )
+
+
+def test_fp8_keeps_the_saved_activations_and_adds_quantised_copies():
+    plain, fp8 = costs(), costs(fp8=Fp8Config(recipe="rowwise", num_layers_at_end_in_bf16=1))
+    assert fp8[1].saved == pytest.approx(plain[1].saved, rel=0.01)
+    assert fp8[1].forward > plain[1].forward
+    assert fp8[1].backward > plain[1].backward
+    assert fp8[4].forward == pytest.approx(plain[4].forward, rel=0.01)  # the last block
 
 
 def test_layer_costs_by_layout_and_checkpointing_mode():
