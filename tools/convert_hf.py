@@ -71,7 +71,7 @@ def _import(options: argparse.Namespace) -> int:
     from megatron_lite.checkpoint.reader import Weights
     from tools.conversion.hf_folder import Tensors
     from tools.conversion.import_hf import import_folder, original_logits, processes_per_replica
-    from tools.conversion.logit_parity import counted_rows, real_text, rows_of, trainer_logits
+    from tools.conversion.logit_parity import count_of, real_text, rows_of, rows_without_tokenizer, trainer_logits
 
     done = import_folder(
         options.folder,
@@ -86,8 +86,9 @@ def _import(options: argparse.Namespace) -> int:
         text, name = real_text(done.config, done.tokenizer, options.text)
         tokens = rows_of(text, done.tokenizer, done.model)
     else:
-        print("the folder has no tokenizer: set data.tokenizer before training")
-        tokens, name = counted_rows(done.model), "consecutive ids"
+        if done.model.image_size is None:
+            print("the folder has no tokenizer: set data.tokenizer before training")
+        tokens, name = rows_without_tokenizer(done.model)
     trust = options.trust_remote_code
     theirs, origin = original_logits(options.folder, done.kind, done.model, tokens, trust_remote_code=trust)
     over = False
@@ -97,7 +98,7 @@ def _import(options: argparse.Namespace) -> int:
         ours = trainer_logits(Weights(done.checkpoint), done.model, tokens, torch.float32, progress=True)
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         print(
-            f"logits on {tokens.numel()} tokens of {name}: largest difference to {origin} {difference:.2e} "
+            f"logits on {count_of(tokens)} of {name}: largest difference to {origin} {difference:.2e} "
             f"(largest logit {largest:.2f})"
         )
         over = not difference <= options.tolerance * max(1.0, largest)
@@ -110,6 +111,8 @@ def _import(options: argparse.Namespace) -> int:
         return 1
     # The configuration has either data.train or data.corpus, and refuses both together.
     texts = "data.train=... data.validation=..." if done.config["data"].get("train") else "data.corpus=..."
+    if done.model.image_size is not None:
+        texts = "data.images.train=... data.images.validation=..."
     file = shlex.quote(f"{done.run}/config.yml")
     processes = processes_per_replica(done.config)
     start = "python" if processes == 1 else f"torchrun --nproc-per-node {processes}"
@@ -119,14 +122,15 @@ def _import(options: argparse.Namespace) -> int:
 
 def _check(done: Export, options: argparse.Namespace) -> int:
     from megatron_lite.engine.precision import DTYPES
-    from tools.conversion.logit_parity import compare_logits, counted_rows, real_text, rows_of
+    from tools.conversion.logit_parity import compare_logits, real_text, rows_of, rows_without_tokenizer
     from tools.conversion.tokenizer import check_same_ids
     from tools.loading.model import model_config
 
     config = model_config(done.config)
     if done.tokenizer is None:
-        print("no tokenizer: the run was imported without one; --tokenizer FILE adds one to the folder")
-        tokens, name = counted_rows(config), "consecutive ids"
+        if config.image_size is None:
+            print("no tokenizer: the run was imported without one; --tokenizer FILE adds one to the folder")
+        tokens, name = rows_without_tokenizer(config)
     else:
         text, name = real_text(done.config, done.tokenizer, options.text)
         tokens = rows_of(text, done.tokenizer, config)
@@ -135,7 +139,7 @@ def _check(done: Export, options: argparse.Namespace) -> int:
     kind = DTYPES[options.dtype]
     result = compare_logits(done.weights, config, done.folder, tokens, kind, progress=True)
     print(
-        f"logits on {result.tokens} tokens of {name}: largest difference to the trainer's {result.converted:.2e} "
+        f"logits on {result.count} of {name}: largest difference to the trainer's {result.converted:.2e} "
         f"(largest logit {result.largest:.2f})"
     )
     if options.dtype != "fp32":

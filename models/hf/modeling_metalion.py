@@ -1,8 +1,8 @@
 """The models that Transformers loads: the layers that train, under the names of the checkpoints.
 
-`MetalionForCausalLM`, `MetalionForMaskedLM`, `MetalionForSequenceClassification` and the bare `MetalionModel` hold
-`embedding`, `blocks` and `head` themselves, so a state dict needs no renaming. An export is this file with the files that
-it imports, a config and weights. Their base, with cache and padding, is `pretrained.py`.
+`MetalionForCausalLM`, `MetalionForMaskedLM`, `MetalionForSequenceClassification`, `MetalionForImageClassification` and the
+bare `MetalionModel` hold `embedding`, `blocks` and `head` themselves, so a state dict needs no renaming. An export is this
+file with the files that it imports, a config and weights. Their base, with cache and padding, is `pretrained.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
+    ImageClassifierOutput,
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
@@ -213,6 +214,48 @@ class MetalionForSequenceClassification(MetalionPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(pooled_logits=logits, labels=labels, config=self.config, **kwargs)
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits, hidden_states=states)
+
+
+class MetalionForImageClassification(MetalionPreTrainedModel):
+    """Classify images by the layers of `models/image_classifier.py`; the classes are `config.id2label`."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: MetalionConfig) -> None:
+        super().__init__(config)
+        if config.image_size is None:
+            raise ValueError(
+                "image_size = null is a language model: load it with AutoModelForCausalLM or AutoModelForMaskedLM"
+            )
+        self.num_labels = config.vocab_size
+        self.head = self._specs["head"].build()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> ImageClassifierOutput:
+        """Return logits [batch, classes] and, with labels [batch] int, the mean loss.
+
+        pixel_values: [batch, 3, image_size, image_size], normalised as by the export's image processor.
+        """
+        collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden, collected = self.embedding(pixel_values), []
+        for block in self.blocks:
+            if collect:
+                collected.append(hidden)
+            if self.gradient_checkpointing and self.training:
+                hidden = self._gradient_checkpointing_func(block.__call__, hidden)
+            else:
+                hidden = block(hidden)
+        logits = self.head(hidden)
+        loss = None if labels is None else torch.nn.functional.cross_entropy(logits.float(), labels)
+        states = (*collected, self.head.norm(hidden)) if collect else None
+        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 
 
 def _norm_only(specs: dict[str, LayerSpec]) -> nn.Module:

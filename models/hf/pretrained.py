@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..language_model import layer_specs
-from ..layers.embedding import Embedding
 from ..layers.projections import init_std
 from .configuration_metalion import MetalionConfig
 
@@ -21,7 +20,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
     config_class = MetalionConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _no_split_modules: ClassVar[list[str]] = ["Block", "ImageBlock"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _is_stateful = True
     embedding: Any
@@ -33,7 +32,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         model_config = config.model_config()
         self._causal = not model_config.bidirectional_mixers()
         self._specs = {spec.name: spec for spec in layer_specs(model_config)}
-        self.embedding = Embedding(model_config)
+        self.embedding = self._specs["embedding"].build()
         self.blocks = nn.ModuleList(self._specs[f"blocks.{i}"].build() for i in range(config.num_layers))
 
     def post_init(self) -> None:

@@ -23,6 +23,7 @@ from megatron_lite.checkpoint.reader import Weights, read_config_yaml, read_mani
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
 from megatron_lite.engine.precision import DTYPES
 from models.config import ModelConfig
+from tools.conversion.export_images import class_names, write_image_description
 from tools.conversion.flatten_source import flat_source
 from tools.conversion.foreign.fla_delta import fla_config
 from tools.conversion.foreign.mapping import Renamed, nearest
@@ -31,6 +32,7 @@ from tools.conversion.hf_folder import read_config
 from tools.conversion.logit_parity import real_text
 from tools.conversion.model_card import model_card
 from tools.conversion.tokenizer import export_tokenizer, tokenizer_at
+from tools.loading.image_data import CLASSES
 from tools.loading.model import model_config, run_folder
 from tools.loading.token_data import data_config
 from tools.loading.tokenizer import read_tokenizer, save_tokenizer, saved_tokenizer
@@ -107,7 +109,13 @@ def export(
     weights = Weights(source)
     check_shapes(weights.shapes, model, source)
     run = run_folder(source, config)
-    tokenizer = _tokenizer(run, config, source) if tokenizer_file is None else tokenizer_at(tokenizer_file)
+    images = model.image_size is not None
+    names = class_names(run, model.vocab_size) if images else []
+    if images and (tokenizer_file is not None or text is not None):
+        raise ValueError(f"{source} is an image classifier, which reads no text: leave --tokenizer and --text out")
+    tokenizer = None
+    if not images:
+        tokenizer = _tokenizer(run, config, source) if tokenizer_file is None else tokenizer_at(tokenizer_file)
     if tokenizer is not None:
         check_vocabulary(tokenizer.vocab_size, model.vocab_size, str(tokenizer.path or tokenizer.type))
         if text is not None:
@@ -118,8 +126,13 @@ def export(
         stored: Mapping[str, Tensor] = weights
         shapes = weights.shapes
         if fla is None:
-            write_description(temporary, model, tokenizer, dtype, length)
+            if images:
+                write_image_description(temporary, model, config, TORCH_NAMES[dtype], names)
+            else:
+                write_description(temporary, model, tokenizer, dtype, length)
             write_training_folder(temporary, config, tokenizer)
+            if images:
+                _write_json(temporary / TRAINING_FOLDER / CLASSES, names)
         else:
             special = (
                 {} if tokenizer is None else export_tokenizer(tokenizer, temporary, causal=True, max_length=length)
@@ -290,5 +303,5 @@ def write_shards(
     return [(folder / file).stat().st_size for file in names]
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def _write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

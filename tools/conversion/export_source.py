@@ -9,12 +9,13 @@ from typing import Any
 from tools.conversion.flatten_source import flat_source
 
 
-def check_source(folder: Path, mixers: Collection[str]) -> None:
+def check_source(folder: Path, mixers: Collection[str], *, images: bool = False) -> None:
     """Raise ValueError if a source file in an export differs from what the exporter writes for these mixers.
 
-    No file of the folder is executed. Line ends are ignored, and missing files are not compared.
+    images: the export is an image classifier. No file of the folder is executed. Line ends are ignored, and missing files are
+    not compared.
     """
-    expected = flat_source(mixers)
+    expected = flat_source(mixers, images=images)
     files = sorted(folder.glob("*.py"))
     differing = [path.name for path in files if path.read_bytes().splitlines() != _lines(expected.get(path.name))]
     if differing:
@@ -38,7 +39,8 @@ def model_class(folder: Path, task: str, *, trust_remote_code: bool) -> Any:
         return getattr(transformers, f"AutoModelFor{task}")
     from models.hf import modeling_metalion
 
-    check_source(folder, modeling_metalion.MetalionConfig.from_pretrained(folder).mixers)
+    config = modeling_metalion.MetalionConfig.from_pretrained(folder)
+    check_source(folder, config.mixers, images=config.image_size is not None)
     return getattr(modeling_metalion, f"MetalionFor{task}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.atomic_io import atomic_folder
+from data.atomic_io import atomic_folder, write_json
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.storage import write_weights
 from megatron_lite.config.bounded_yaml import BoundedLoader
@@ -23,6 +23,7 @@ from megatron_lite.parallel.sharding_plan import sharding_specs
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.conversion.export_hf import TRAINING_FOLDER, check_vocabulary
+from tools.conversion.export_images import class_names
 from tools.conversion.export_source import check_source
 from tools.conversion.foreign.mapping import check_names, make
 from tools.conversion.foreign.metala_reference import metala_logits
@@ -30,6 +31,7 @@ from tools.conversion.foreign.registry import OF_FLA, translate
 from tools.conversion.hf_folder import Tensors, check_folder, read_config
 from tools.conversion.logit_parity import real_text
 from tools.conversion.tokenizer import tokenizer_in
+from tools.loading.image_data import CLASSES
 from tools.loading.tokenizer import save_tokenizer, saved_tokenizer
 
 _COPY = f"copy it again, or remove {TRAINING_FOLDER}/ to start from default values"
@@ -95,7 +97,7 @@ def import_folder(
     except (ArithmeticError, AttributeError, TypeError) as error:
         raise ValueError(f"{folder / 'config.json'} has a value of the wrong type ({error}): copy it again") from error
     if theirs["model_type"] == "metalion" and not trust_remote_code:
-        check_source(folder, foreign.model.mixers)
+        check_source(folder, foreign.model.mixers, images=foreign.model.image_size is not None)
     tensors = Tensors(folder)
     check_names(foreign, tensors, str(folder))
     with torch.device("meta"):
@@ -110,6 +112,8 @@ def import_folder(
         if tokenizer is not None:
             save_tokenizer(tokenizer, temporary)
         config = _configuration(folder, run, temporary, theirs, foreign.model, tokenizer)
+        if foreign.model.image_size is not None:
+            write_json(temporary / CLASSES, class_names(folder / TRAINING_FOLDER, foreign.model.vocab_size))
 
         def read() -> Iterator[tuple[str, Tensor]]:
             from data.progress import ProgressBar
@@ -209,6 +213,9 @@ def _configuration(
             "optimizer": {"lr": 1e-5},
             "schedule": {"train_steps": 1000, "warmup_fraction": 0.01},
         }
+    if model.image_size is not None and not exported.is_file():
+        values["data"] = {"objective": "classification", "images": {"train": "train.parquet"}}  # a placeholder
+        values["batch"] = {"micro_batch_size": 8, "global_batch_size": 8}
     values["run"] = {**values.get("run", {}), "name": run.name, "directory": str(run)}
     values["model"] = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(model).items() if v is not None}
     checkpoint = {**values.get("checkpoint", {}), "directory": str(run / "checkpoints"), "resume": "auto"}
@@ -218,7 +225,7 @@ def _configuration(
         saved = json.loads((temporary / "tokenizer" / "description.json").read_text(encoding="utf-8"))
         file = str(run / "tokenizer" / saved["file"]) if saved["file"] else None
         data["tokenizer"] = {**(data.get("tokenizer") or {}), "type": tokenizer.type, "path": file}
-    elif not exported.is_file():
+    elif not exported.is_file() and model.image_size is None:
         data["tokenizer"] = {"type": "bytes"}  # a placeholder that needs no file
     values["data"] = data
     draft = temporary / ".config.yml.writing"

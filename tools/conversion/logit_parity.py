@@ -42,13 +42,13 @@ class Comparison:
         converted: of the export from the trainer's model with the stored weights, both in float32. It must be small.
         rounded: of the export from the trainer's model with its float32 weights: the effect of storing 16 bits.
         largest: the largest logit, for comparison.
-        tokens: number of compared tokens.
+        count: what was compared, as "256 tokens".
     """
 
     converted: float
     rounded: float
     largest: float
-    tokens: int
+    count: str
 
 
 def compare_logits(
@@ -64,7 +64,7 @@ def compare_logits(
         converted=(theirs - ours).abs().max().item(),
         rounded=(theirs - exact).abs().max().item(),
         largest=exact.abs().max().item(),
-        tokens=tokens.numel(),
+        count=count_of(tokens),
     )
 
 
@@ -84,6 +84,8 @@ def exported_logits(folder: Path, tokens: Tensor, config: ModelConfig, *, trust_
     model = load_export(folder, causal=not config.bidirectional_mixers(), trust_remote_code=trust_remote_code)
     for layer in (model.embedding, *model.blocks, model.head):
         _float32_while_running(layer)
+    if config.image_size is not None:
+        return model(pixel_values=tokens).logits.float()
     return model(input_ids=tokens, use_cache=False).logits.float()
 
 
@@ -99,7 +101,9 @@ def load_export(folder: Path, *, causal: bool, trust_remote_code: bool = False, 
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        kind = model_class(folder, "CausalLM" if causal else "MaskedLM", trust_remote_code=trust_remote_code)
+        images = read_config(folder).get("image_size") is not None
+        task = "ImageClassification" if images else "CausalLM" if causal else "MaskedLM"
+        kind = model_class(folder, task, trust_remote_code=trust_remote_code)
         return kind.from_pretrained(folder, dtype="auto", **options).eval()
     except ImportError as error:  # of the installed transformers
         raise ValueError(f"{folder}: {error}") from error
@@ -161,9 +165,18 @@ def real_text(config: Mapping[str, Any], tokenizer: Tokenizer, given: Path | Non
     return module.read_text(encoding="utf-8"), str(module)
 
 
-def counted_rows(config: ModelConfig) -> Tensor:
-    """Return token ids [1, up to 256] for a model without a tokenizer."""
-    return (torch.arange(min(256, config.max_positions or 256)) % config.vocab_size)[None]
+def count_of(inputs: Tensor) -> str:
+    """Return the number of tokens, or of images, in the inputs of a model: "256 tokens"."""
+    return f"{len(inputs)} images" if inputs.dim() == 4 else f"{inputs.numel()} tokens"
+
+
+def rows_without_tokenizer(config: ModelConfig) -> tuple[Tensor, str]:
+    """Return token ids [1, up to 256], or for an image classifier pixels [4, 3, size, size], and their name."""
+    if config.image_size is not None:
+        pixels = torch.randn(4, 3, config.image_size, config.image_size, generator=torch.Generator().manual_seed(0))
+        return pixels, "random pixels"
+    ids = (torch.arange(min(256, config.max_positions or 256)) % config.vocab_size)[None]
+    return ids, "consecutive ids"
 
 
 def rows_of(text: str, tokenizer: Tokenizer, config: ModelConfig) -> Tensor:

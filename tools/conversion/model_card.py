@@ -44,6 +44,12 @@ model = AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)
 logits = model(**tokenizer("a sentence", return_tensors="pt")).logits"""
 
 
+_IMAGES = """from transformers import pipeline
+
+classify = pipeline("image-classification", model="{name}", trust_remote_code=True)
+print(classify("image.png"))"""
+
+
 def model_card(
     config: Mapping[str, Any],
     model: ModelConfig,
@@ -61,7 +67,9 @@ def model_card(
     """
     causal = not model.bidirectional_mixers()
     name = str(config.get("run", {}).get("name") or run.name)
-    tag = "text-generation" if causal else "fill-mask"
+    images = model.image_size is not None
+    tag = "image-classification" if images else "text-generation" if causal else "fill-mask"
+    kind = "An image classifier" if images else f"A {'causal' if causal else 'masked'} language model"
     head = [
         "---",
         f"license: {licence}",
@@ -72,13 +80,13 @@ def model_card(
         "",
         f"# {name}",
         "",
-        f"A {'causal' if causal else 'masked'} language model with {parameters / 1e6:,.1f} M parameters, pretrained with "
+        f"{kind} with {parameters / 1e6:,.1f} M parameters, pretrained with "
         "metalion. The folder holds the model's own source: `trust_remote_code=True` loads it with torch and transformers "
         f"{OLDEST_TRANSFORMERS} or newer (below 6) alone, on a CPU too; on a GPU in 16 bits the recurrence runs on "
         "flash-linear-attention's kernels, which must be installed there.",
         "",
         "```python",
-        (_CAUSAL if causal else _MASKED).format(name=name),
+        (_IMAGES if images else _CAUSAL if causal else _MASKED).format(name=name),
         "```",
     ]
     parts = [
@@ -105,7 +113,12 @@ def _architecture(model: ModelConfig, parameters: int, dtype: str) -> list[tuple
         ("heads", str(model.num_heads)),
         ("MLP", f"{model.mlp}, width {model.mlp_width}"),
         ("norm", model.norm),
-        ("vocabulary", f"{model.vocab_size:,}" + (", input and output tied" if model.tie_embeddings else "")),
+        ("vocabulary", f"{model.vocab_size:,}" + (", input and output tied" if model.tie_embeddings else ""))
+        if model.image_size is None
+        else (
+            "images",
+            f"{model.image_size} x {model.image_size}, patches of {model.patch_size}, {model.vocab_size:,} classes",
+        ),
         ("stored as", dtype),
     ]
 
@@ -113,7 +126,7 @@ def _architecture(model: ModelConfig, parameters: int, dtype: str) -> list[tuple
 def _training(config: Mapping[str, Any], run: Path, step: str) -> list[tuple[str, str]]:
     data, batch = config.get("data") or {}, config.get("batch") or {}
     optimizer, schedule = config.get("optimizer") or {}, config.get("schedule") or {}
-    corpus = data.get("corpus") or data.get("train") or "unknown"
+    corpus = data.get("corpus") or data.get("train") or (data.get("images") or {}).get("train") or "unknown"
     number = int(step.rpartition("_")[2])
     rows = [
         ("data", ", ".join(corpus) if isinstance(corpus, list | tuple) else str(corpus)),

@@ -11,6 +11,8 @@ from data.images.reading import ImageFiles, LabelledImages, find_images
 from megatron_lite.config.data_schema import DataConfig
 from megatron_lite.config.image_schema import ImagesConfig
 
+CLASSES = "classes.json"  # names of the classes, in a run folder and in an export's folder `training`
+
 
 def image_files(images: ImagesConfig, part: str) -> ImageFiles | None:
     """Return the files of `data.images.<part>`, part "train", "validation" or "test"; None if it is not set.

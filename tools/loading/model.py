@@ -80,7 +80,12 @@ class LocatedCheckpoint:
         return run_folder(self.checkpoint, self.config)
 
     def read_tokenizer(self) -> Tokenizer:
-        """Return the run's tokenizer. Raises as `tools.loading.tokenizer.read_tokenizer`."""
+        """Return the run's tokenizer. Raises as `tools.loading.tokenizer.read_tokenizer`, ValueError for an image classifier."""
+        if self.model.image_size is not None:
+            raise ValueError(
+                f"{self.checkpoint} is an image classifier, and this command reads text; for other images use its export "
+                "(python -m tools.convert_hf export)"
+            )
         return read_tokenizer(self.run, self.config, self.manifest)
 
 

@@ -21,7 +21,7 @@ from megatron_lite.trainer import Steps, TrainState
 from megatron_lite.validation import ValidationSet
 from models.config import ModelConfig
 from models.language_model import LanguageModel
-from tools.loading.image_data import augmentation_of, image_files, open_images
+from tools.loading.image_data import CLASSES, augmentation_of, image_files, open_images
 from tools.pretraining.data import EvenSubset, training_steps
 from tools.reporting.image_figures import CONFUSIONS, PREDICTIONS, draw_confusions, draw_predictions
 
@@ -151,7 +151,7 @@ class ImageObjective:
 
     def save(self) -> None:
         """Write the names of the classes into the run folder."""
-        write_json(self._config.run.path / "classes.json", list(self._train.class_names))
+        write_json(self._config.run.path / CLASSES, list(self._train.class_names))
 
     def validation_lines(self, values: Mapping[str, float], report: dict[str, Any]) -> list[str]:
         """Return loss and accuracies, and the pictures."""

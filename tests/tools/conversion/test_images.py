@@ -1,0 +1,96 @@
+"""Image classifiers as Hugging Face folders: logits, image processor, class names, and the way back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from data.images.augmentation import Augmentation
+from megatron_lite.checkpoint.reader import read_weights
+from tests.made_images import CLASSES, picture
+from tests.tools.conversion.conftest import write_run
+from tools.convert_hf import main
+from tools.loading.image_data import CLASSES as CLASSES_FILE
+from tools.loading.model import load_model
+
+MODEL = [
+    "model.num_layers=2",
+    "model.hidden_size=16",
+    "model.num_heads=2",
+    "model.vocab_size=3",
+    "model.image_size=8",
+    "model.pooling=class_token",
+    "model.positions=learned",
+    "model.patch_order=both",
+    "model.mixers=[lion]",
+    "model.mixer_options={lion: {variant: s, causal: false}}",
+    "data.objective=classification",
+    "data.images={train: train.parquet, validation_crop: 0.8, mean: [0.5, 0.4, 0.3], std: [0.2, 0.3, 0.25]}",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    empty = folder / "empty.yml"
+    empty.write_text("{}")
+    model = write_run(folder / "run", MODEL, [str(empty)])
+    (folder / "run" / CLASSES_FILE).write_text(json.dumps(CLASSES))
+    assert main(["export", str(folder / "run"), str(folder / "export")]) == 0
+    return folder, model
+
+
+def test_exported_classifier_equals_the_trainers_on_processed_images(run):
+    folder, model = run
+    exported = AutoModelForImageClassification.from_pretrained(folder / "export", trust_remote_code=True).eval()
+    processor = AutoImageProcessor.from_pretrained(folder / "export")
+    pictures = [picture(0, 1, 30).resize((30, 20)), picture(1, 2, 10), picture(2, 3, 8)]
+    pixels = processor(pictures, return_tensors="pt")["pixel_values"]
+    own = Augmentation(8, validation_crop=0.8, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25))
+    torch.testing.assert_close(pixels, torch.stack([own.validation(one) for one in pictures]))
+    labels = torch.tensor([0, 1, 1])
+    with torch.no_grad():
+        out = exported(pixel_values=pixels, labels=labels, output_hidden_states=True)
+        torch.testing.assert_close(out.logits, model(pixels))
+        torch.testing.assert_close(3 * out.loss, model(pixels, labels))
+    assert len(out.hidden_states) == 3
+    assert exported.config.id2label == dict(enumerate(CLASSES))
+    assert "AutoModelForImageClassification" in json.loads((folder / "export" / "config.json").read_text())["auto_map"]
+    assert "pipeline_tag: image-classification" in (folder / "export" / "README.md").read_text()
+
+
+def test_imported_classifier_has_the_same_weights_and_names(run):
+    folder, _ = run
+    assert main(["import", str(folder / "export"), str(folder / "again")]) == 0
+    before, after = (read_weights(folder / name) for name in ("run", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((folder / "again" / CLASSES_FILE).read_text()) == list(CLASSES)
+
+
+def test_commands_for_text_refuse_an_image_classifier(run, capsys):
+    folder, _ = run
+    with pytest.raises(
+        ValueError, match=r"is an image classifier, and this command reads text; .*tools.convert_hf export"
+    ):
+        load_model(folder / "run", device="cpu")
+    text = folder / "text.txt"
+    text.write_text("some text")
+    assert main(["export", str(folder / "run"), str(folder / "other"), "--text", str(text)]) == 2
+    assert "is an image classifier, which reads no text" in capsys.readouterr().err
+    assert not (folder / "other").exists()
+
+
+def test_wrong_class_names_are_refused_before_anything_is_written(run, capsys):
+    folder, _ = run
+    file = folder / "run" / CLASSES_FILE
+    file.write_text('["one"]')
+    try:
+        assert main(["export", str(folder / "run"), str(folder / "other")]) == 2
+    finally:
+        file.write_text(json.dumps(CLASSES))
+    assert "3 class names are needed, one per class of the model" in capsys.readouterr().err
+    assert not (folder / "other").exists()
