@@ -290,7 +290,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--histogram", type=Path, metavar="PNG", help="write a histogram of document lengths")
     add("--most-common", type=from_zero, default=0, metavar="N", help="print the N most common tokens")
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="for files without a .json file")
+    add(
+        "--tokenizer-type",
+        choices=TOKENIZER_TYPES,
+        metavar="TYPE",
+        help=f"{', '.join(TOKENIZER_TYPES)}: for files without a .json file",
+    )
     add("--vocab-file", metavar="FILE", help="the tokenizer's file")
     return parser
 

@@ -22,6 +22,7 @@ from tools.cli.arguments import (
 )
 from tools.planning.estimate import decoding_bytes, layer_flops, memory, read_config, read_config_any_layout, workload
 from tools.pretraining.run import schema
+from tools.reporting.tables import terminal_width
 
 if TYPE_CHECKING:  # torch is imported on use, so that --help is fast
     from megatron_lite.config.schema import Config
@@ -234,27 +235,33 @@ def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str
     """Return the rows as a text table."""
     from megatron_lite.planning.memory import GIB
 
-    lines = [
-        "tensor  pipe  context  data  ZeRO  micro |  weights  gradients  optimizer  activations     sum |"
-        "  tokens/s     days  busy",
-        "-" * 121,
-    ]
+    header = (
+        "tensor  pipe  context  data  ZeRO  micro |",
+        " weights  grads  optim  activ    sum |",
+        "  tokens/s    days  busy",
+    )
+    lines = [header, tuple("-" * len(part) for part in header)]
     tokens = config.batch.tokens_per_step
     for row in rows:
         parts = row.memory
         work = parts["activations"] + parts["at work"]
         days = config.batch.tokens_of(config.schedule.train_steps) / tokens * row.step / 86400
         name = f"{row.layout.tensor}{' +SP' if row.layout.sequence_parallel else ''}"
-        lines.append(
-            f"{name:<6}{row.layout.pipeline:>6}{row.layout.context:>9}{row.data:>6}{row.zero_stage:>6}{row.accumulation:>7} |"
-            f"{parts['weights'] / GIB:>9.2f}{parts['gradients'] / GIB:>11.2f}{parts['optimizer'] / GIB:>11.2f}"
-            f"{work / GIB:>13.2f}{row.bytes / GIB:>8.1f} |{tokens / row.step:>10,.0f}{days:>9.2f}"
-            f"{row.seconds['compute'] / row.step:>6.0%}" + ("   does not fit" if row.bytes > limit else "")
-        )
-    lines.append(
-        "activations: with the workspace of one layer (logits in chunks included); busy: share of time spent computing"
+        sizes = f"{row.layout.pipeline:>6}{row.layout.context:>9}{row.data:>6}{row.zero_stage:>6}{row.accumulation:>7}"
+        numbers = [parts["weights"], parts["gradients"], parts["optimizer"], work]
+        memory = f"{numbers[0] / GIB:>8.2f}" + "".join(f"{number / GIB:>7.2f}" for number in numbers[1:])
+        speed = f"{tokens / row.step:>10,.0f}{days:>8.2f}{row.seconds['compute'] / row.step:>6.0%}"
+        fits = "  does not fit" if row.bytes > limit else ""
+        lines.append((f"{name:<6}{sizes} |", f"{memory}{row.bytes / GIB:>7.1f} |", speed + fits))
+    # A narrow terminal shows memory and speed one below the other.
+    narrow = max(len("".join(parts)) for parts in lines) > terminal_width()
+    columns = [(0, 1), (0, 2)] if narrow else [(0, 1, 2)]
+    tables = ["\n".join("".join(parts[i] for i in shown) for parts in lines) for shown in columns]
+    notes = (
+        "grads: gradients; optim: optimizer state; activ: activations, with the",
+        "workspace of one layer (logits in chunks included); busy: share of time spent computing",
     )
-    return "\n".join(lines)
+    return "\n\n".join(tables) + "\n" + "\n".join(notes)
 
 
 def _layers(config: Config[ModelConfig], layout: Layout, dtype: str, stage: int) -> list[LayerCost]:

@@ -48,11 +48,12 @@ EXAMPLES = """examples:
         --append-eod --quality --languages en --near-duplicates 0.8 --data-card licences.yml --output-prefix data/web
 
 outputs, for each key of --jsonl-keys
-  PREFIX_text_document.bin    the tokens           (with --split: PREFIX_train_text_document.bin and so on)
+  PREFIX_text_document.bin    the tokens (with --split: PREFIX_train_text_document.bin and so on)
   PREFIX_text_document.idx    the position of each document
   PREFIX_text_document.json   counts, bytes per token, the tokenizer and its hash, documents per input file, checksums
   PREFIX_text_document.sources.npy   the source of each document, if the records name it
   PREFIX_text_document.md     with --data-card: sources, licences, sizes, what the filters removed
+
 A configuration names the path without extension: data.train=PREFIX_text_document. To inspect the files, run
 python -m tools.inspect_data PREFIX_text_document; with --verify it compares them with their checksums.
 
@@ -205,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer-type",
         required=True,
         choices=sorted(TOKENIZER_TYPES),
+        metavar="TYPE",
         help="hf (HFTokenizer): tokenizer.json; sentencepiece (SPMTokenizer): .model; gpt2 (GPT2BPETokenizer): vocab.json "
         "and merges.txt; wordpiece: vocab.txt; bytes",
     )

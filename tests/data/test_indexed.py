@@ -245,7 +245,7 @@ def test_a_wrong_header(tmp_path, at, value, message):
 def test_missing_file_error_names_similar_prefixes(tmp_path):
     prefix = write(tmp_path / "corpus_text_document", [[1]])
     with pytest.raises(
-        FileNotFoundError, match=r"corpus_text_documents\.idx does not exist\. Beside it: .*t_document "
+        FileNotFoundError, match=r"corpus_text_documents\.idx does not exist\. Beside it: .*t_document\. "
     ):
         IndexedTokens(tmp_path / "corpus_text_documents")
     with pytest.raises(

@@ -44,7 +44,12 @@ def help_of(program: str, *words: str) -> str:
         f"finally: print('IMPORTED', [name for name in {HEAVY} if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60, env=environment()
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        env={**environment(), "COLUMNS": "80"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -55,6 +60,7 @@ def test_help_answers_at_once(command):
     text, _, imported = help_of(*command.split()).rpartition("IMPORTED ")
     assert len(text) > 100
     assert imported.strip() == "[]"
+    assert [line for line in text.splitlines() if len(line) > 80] == []
 
 
 def test_table_of_jobs_holds_every_command_and_the_console_command_lists_it(capsys):

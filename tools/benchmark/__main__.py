@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status."""
     parser = command_line("python -m tools.benchmark", __doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (
         ("kernels", "compare LION and MetaLA's epilogue with softmax attention, PyTorch and flash-linear-attention"),
         ("choice", "compare LION's tile and chunk kernel by length and decay"),

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from tools.cli.help_text import HelpFormatter
+
 FAILED = 1
 REFUSED = 2
 INTERRUPTED = 130
@@ -99,10 +101,8 @@ def _message(error: Exception) -> str:
 
 
 def command_line(command: str, description: str | None, epilog: str = "") -> argparse.ArgumentParser:
-    """Return a parser of `command` whose --help keeps the line breaks of description and epilog."""
-    return argparse.ArgumentParser(
-        prog=command, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Return a parser of `command` whose --help fits the terminal, by `tools.cli.help_text`."""
+    return argparse.ArgumentParser(prog=command, description=description, epilog=epilog, formatter_class=HelpFormatter)
 
 
 def parse_with_overrides(

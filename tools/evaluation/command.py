@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import write_text
+from tools.cli.arguments import command_line
 from tools.evaluation.document_metrics import metric_value, metrics_of
 from tools.evaluation.harness import Prepared, evaluate, model_settings, prepare_tasks, shots_of, task_settings
 from tools.evaluation.open_model import is_huggingface, locate_model, open_model, results_file
@@ -155,9 +155,9 @@ def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]],
 
 def table_command(arguments: Sequence[str]) -> int:
     """Run `python eval.py table a.json b.json ...`: several models in one table."""
-    parser = argparse.ArgumentParser(
-        prog="python eval.py table",
-        description="Several evaluated models in one table, as Markdown, LaTeX and a chart.",
+    parser = command_line(
+        "python eval.py table",
+        "Several evaluated models in one table, as Markdown, LaTeX and a chart.",
     )
     parser.add_argument("results", nargs="+", type=Path, help="results.json of each model, or its folder")
     parser.add_argument(
@@ -174,9 +174,9 @@ def compare_command(arguments: Sequence[str]) -> int:
     """Run `python eval.py compare a.json b.json`: the differences and their significance."""
     from tools.evaluation.significance import compare, comparison_rows, excluded_metrics
 
-    parser = argparse.ArgumentParser(
-        prog="python eval.py compare",
-        description="Differences between two models, paired by document, with their significance: the exact sign test "
+    parser = command_line(
+        "python eval.py compare",
+        "Differences between two models, paired by document, with their significance: the exact sign test "
         "where a document is right or wrong, a permutation test otherwise; Holm's correction over all rows.",
     )
     parser.add_argument("first", type=Path, help="results.json, or its folder")

@@ -195,7 +195,11 @@ def table(results: dict[str, Any]) -> str:
     right, likely = _values(results)
     parts = []
     for values, digits, words in (
-        (right, 0, f"answers right, percent; {results['needles']} needles per cell, by tokens of text"),
+        (
+            right,
+            0,
+            f"answers right, percent; {results['needles']} needle{'s' * (results['needles'] > 1)} per cell, by tokens of text",
+        ),
         (likely, 1, "mean log-likelihood of the number, nats"),
     ):
         rows = [[f"{depth:g}", *formatted(row, digits)] for depth, row in zip(results["depths"], values, strict=True)]

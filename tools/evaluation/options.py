@@ -239,7 +239,7 @@ EPILOG = """examples:
   torchrun --nproc-per-node 8 eval.py runs/big --suite superglue   eight GPUs share the requests
   python eval.py table a/results.json b/results.json       several models in one table
   python eval.py compare a/results.json b/results.json     differences, paired by document, with their significance
-  python eval.py runs/default --data README.md 'docs/*.md' any text files, each argument a row
+  python eval.py runs/default --data README.md 'docs/*.md'   any text files, each argument a row
   python eval.py runs/default --data pile/test.jsonl.zst --text-key text
   python eval.py runs/default --data pile/test_text_document    token files, without extension
   python eval.py EleutherAI/pythia-410m --data README.md --stride 512    a Hugging Face model, with overlapping pieces

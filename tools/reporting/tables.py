@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
 from collections.abc import Sequence
 
 
@@ -28,13 +31,27 @@ def markdown_table(
     return "\n".join([line(cells[0]), f"|{rule}|", *map(line, cells[1:])])
 
 
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return aligned columns under a rule; the first holds text, the others numbers."""
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
+    """Return aligned columns under a rule; the first `text_columns` hold text, the others numbers.
+
+    A table wider than the terminal continues in further tables below, which repeat the first columns.
+    """
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [header, *rows]
-    ]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+    limit = terminal_width()
+    text = range(text_columns)
+    tables = [[*text]]
+    for column in range(text_columns, len(header)):
+        if tables[-1] != [*text] and sum(widths[i] + 2 for i in [*tables[-1], column]) - 2 > limit:
+            tables.append([*text])
+        tables[-1].append(column)
+
+    def line(row: Sequence[str], columns: Sequence[int]) -> str:
+        return "  ".join(row[i].ljust(widths[i]) if i in text else row[i].rjust(widths[i]) for i in columns)
+
+    rule = ["-" * w for w in widths]
+    return "\n\n".join("\n".join(line(row, columns) for row in (header, rule, *rows)) for columns in tables)
+
+
+def terminal_width() -> float:
+    """Return the columns of the terminal, or infinity if standard output is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.cli.arguments import above_zero, command_line
+from tools.reporting.tables import plain_table
 
 if TYPE_CHECKING:  # --help answers at once
     from .experiment import Experiment, Run
@@ -207,11 +208,7 @@ def _listing(runs: list[Run], results: Results) -> str:
         done = sum(len(results.of(sweep)) for sweep in row_sweeps)
         counts = [sum(map(len, row_sweeps)), done, len(pending)]
         lines.append([task, model, widths, *map(str, counts), f"{row_sweeps[0][0].steps:,}", f"{steps:,}"])
-    size = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = "\n".join(
-        "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, size, strict=True)))
-        for line in lines
-    )
+    text = plain_table(lines[0], lines[1:], text_columns=3)
     rates = ", ".join(f"{rate:g}" for rate in sorted({run.lr for run in runs}))
     return (
         f"{text}\n\n{len(runs)} runs, at most {remaining_steps:,} steps remain; learning rates {rates}; {results.path}"

@@ -59,7 +59,7 @@ def test_command_trains_and_writes_a_table(
     command = ["--suite", "mqar", *words, *QUICK, "models=[metala,attention]", "lrs=[1e-3,5e-3]"]
     assert evaluation.main([*command, "--dry-run"]) == 0
     listed = capsys.readouterr().out
-    assert listed.splitlines()[1].split() == ["8x2", "metala", "32", "2", "0", "2", "2", "4"]
+    assert listed.splitlines()[2].split() == ["8x2", "metala", "32", "2", "0", "2", "2", "4"]
     assert "4 runs, at most 8 steps remain; learning rates 0.001, 0.005" in listed
     assert not (tmp_path / "out").exists()
     assert evaluation.main(command) == 0
@@ -204,7 +204,7 @@ def test_interrupted_experiment_resumes(words: list[str], tmp_path: Path, capsys
     assert first.count("\n") == 1
     assert evaluation.main([*command[2:], "--dry-run"]) == 0
     left = capsys.readouterr().out
-    assert left.splitlines()[1].split()[3:6] == ["2", "1", "1"]
+    assert left.splitlines()[2].split()[3:6] == ["2", "1", "1"]
 
 
 def test_interrupt_during_start_prints_one_sentence(words: list[str]) -> None:
