@@ -60,7 +60,8 @@ def test_help_answers_at_once(command):
     text, _, imported = help_of(*command.split()).rpartition("IMPORTED ")
     assert len(text) > 100
     assert imported.strip() == "[]"
-    assert [line for line in text.splitlines() if len(line) > 80] == []
+    # Exclusive options in the usage and quoted arguments stay whole.
+    assert [line for line in text.splitlines() if len(line) > 80 and line.strip()[0] not in "['"] == []
 
 
 def test_table_of_jobs_holds_every_command_and_the_console_command_lists_it(capsys):
