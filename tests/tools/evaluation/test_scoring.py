@@ -147,7 +147,7 @@ def test_batches_fit_their_memory(name):
     for length in (1, 9):
         _, state = scorer._forward(torch.zeros(1, length, dtype=torch.long), None, None, True)
         size = sum(value.nbytes for layer in state for value in layer.values())
-        assert scorer._bytes_per_row + length * scorer._bytes_per_token == size + (name == "transformer_tiny")
+        assert scorer._bytes_per_row + length * scorer._bytes_per_token == size
     scorer.state_bytes = 5 * (scorer._bytes_per_row + 60 * scorer._bytes_per_token)
     inputs, targets = requests_with_shared_parts()
     scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=list)
