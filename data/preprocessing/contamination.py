@@ -51,7 +51,7 @@ def shared_documents(
     Raises ValueError for token files without a manifest, which names the tokenizer.
     """
     hashes, digests, beginnings = [], [], []
-    for text in _texts(held_out, progress):
+    for text in document_texts(held_out, progress):
         hashes.append(ngram_hashes(text, words))
         digests.append(text_digest(text))
         beginnings.append(" ".join(text[:200].split())[:60])
@@ -60,7 +60,7 @@ def shared_documents(
     known = np.unique(np.concatenate(hashes))
     seen, equal, wanted = np.zeros(len(known), bool), set(), set(digests)
     for prefix in training:
-        for text in _texts(prefix, progress):
+        for text in document_texts(prefix, progress):
             if (digest := text_digest(text)) in wanted:
                 equal.add(digest)
             grams = ngram_hashes(text, words)
@@ -84,8 +84,8 @@ def shared_documents(
     )
 
 
-def _texts(prefix: str | Path, progress: bool) -> Iterator[str]:
-    """Yield the text of each sequence of a token file, without the end-of-document token."""
+def document_texts(prefix: str | Path, progress: bool = False) -> Iterator[str]:
+    """Yield the text of each sequence of a token file, without the end-of-document token. Raises as `shared_documents`."""
     tokenizer = manifest_tokenizer(prefix)
     if tokenizer is None:
         raise ValueError(

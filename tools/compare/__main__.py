@@ -23,10 +23,12 @@ EPILOG = """examples:
   python -m tools.compare configs/experiments/compare_lm.yml --models metala,softmax --sizes small --seeds 1 \\
     --name trial --devices cpu schedule.train_steps=50 batch.global_batch_size=4 batch.micro_batch_size=4
   python -m tools.compare configs/experiments/compare_lm.yml --data data/c4.yml   train on other text
+  python -m tools.compare configs/experiments/ladder.yml --sizes 5m,10m,20m --minutes 25   the rungs below the largest size
+  python -m tools.compare configs/experiments/ladder.yml --minutes 25 --positions          all of them, and the report
 
 Each run equals `python train.py runs/NAME/RUN/run.yml`. Its folder also holds train.log. To continue after --minutes,
 Ctrl-C or a kill, run the same command again. The tables and figures show the complete runs: runs/NAME/results.md,
-results.json and *.png. See docs/guide/comparing.md for details.
+results.json and *.png; of a ladder also ladder.html with the fits and predictions. See docs/guide/comparing.md for details.
 """
 
 
@@ -49,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     check_existing_runs(runs)
     failed = {} if options.table else _train(comparison, runs, options)
+    if options.positions:
+        _measure_positions(comparison, runs, options)
     write_results(comparison, runs)
     for name, text in failed.items():
         print(f"\n{name} failed:\n{text}", file=sys.stderr)
@@ -68,6 +72,12 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     note = progress_note(runs)
     reference = comparison.equal_parameters and comparison.equal_parameters.reference
     text = tables(rows, reference) if rows else "No run is complete yet.\n"
+    written = [comparison.folder / "results.md", comparison.folder / "results.json"]
+    if comparison.ladder is not None and rows:
+        from tools.compare.ladder_report import write_ladder
+
+        report, files = write_ladder(comparison, comparison.ladder, runs, results, rows)
+        text, written = f"{report}\n{text}", written + files
     print("\n" + text + (f"\n{note}\n" if note else ""))
     machine, date = _machine(), datetime.date.today().isoformat()
     document = f"# {comparison.title}\n\n{machine}; {date}.\n\n{text}\n{note}\n\n## Runs\n\n{plan_table(runs)}"
@@ -97,8 +107,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     write_text(
         comparison.folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     )
-    written = [comparison.folder / "results.md", comparison.folder / "results.json"]
-    if rows:
+    if rows and comparison.ladder is None:
         written += draw(results, rows, comparison.folder, comparison.title, reference)
     print("\n".join(map(str, written)))
 
@@ -107,6 +116,10 @@ def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namesp
     from tools.compare.launcher import prepare, run_all
 
     prepare(runs)
+    if comparison.ladder is not None:
+        from tools.compare.held_out import check_held_out
+
+        check_held_out(comparison, comparison.ladder, runs)
     devices = _devices(options.devices or comparison.devices)
     outcome = run_all(
         runs,
@@ -120,6 +133,15 @@ def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namesp
     if outcome.stopped:
         print(f"stopped ({outcome.stopped}): run the same command again to continue", file=sys.stderr)
     return outcome.failed
+
+
+def _measure_positions(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> None:
+    """Measure the runs of the largest rung."""
+    from tools.compare.held_out import measure_positions
+
+    rung = list(comparison.rungs())[-1]
+    device = "cpu" if _devices(options.devices or comparison.devices) == ["cpu"] else "cuda"
+    measure_positions([run for run in runs if run.size == rung], device)
 
 
 def _plan_text(comparison: Comparison, runs: Sequence[Run]) -> str:
@@ -171,6 +193,9 @@ def _parser() -> argparse.ArgumentParser:
         help="parallel runs per device (default: `workers` of the file; 1 on a CPU)",
     )
     parser.add_argument("--minutes", type=above_zero, metavar="M", help="save and stop every run after M minutes")
+    parser.add_argument(
+        "--positions", action="store_true", help="after training, measure the loss by position of the largest size"
+    )
     parser.add_argument("--plan", action="store_true", help="list the runs with their parameters, without training")
     parser.add_argument("--table", action="store_true", help="write tables and figures of complete runs, do not train")
     return parser

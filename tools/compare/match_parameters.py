@@ -22,6 +22,6 @@ def equal_width(config: ModelConfig, target: int, *, multiple: int = 16, toleran
         raise ValueError(
             f"{'+'.join(config.mixers)} with d = {config.hidden_size}: the target is {target:,} parameters without "
             f"embeddings; the nearest MLP width {width} gives {reached:,}, which is not within {tolerance:.1%}. Lower "
-            "equal_parameters.multiple, or give the reference a wider MLP"
+            "`multiple`, or change layers and width: the reference's, or those of the ladder's size"
         )
     return width

@@ -21,6 +21,7 @@ class Result:
     Attributes:
         curve: lines of kind `validation` of the run's metrics.
         final: the last of these lines; None if the run is not complete.
+        test: the line of `data.test`; None without one.
     """
 
     run: Run
@@ -28,6 +29,7 @@ class Result:
     final: dict[str, Any] | None
     tokens: int
     seconds: float
+    test: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def read_results(runs: Iterable[Run]) -> list[Result]:
             if train
             else 0.0
         )
-        results.append(Result(run, curve, final, tokens, seconds))
+        tests = [line for line in lines if line["kind"] == "test"]
+        results.append(Result(run, curve, final, tokens, seconds, tests[-1] if run.complete and tests else None))
     return results
 
 
@@ -95,6 +98,8 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
         for metric, value in result.final.items():
             if metric in ("loss", "accuracy", "bits_per_byte") or metric.startswith("loss/"):
                 row.values.setdefault(metric, {})[run.seed] = float(value)
+        if result.test is not None:
+            row.values.setdefault("test", {})[run.seed] = float(result.test["loss"])
     return list(rows.values())
 
 

@@ -20,6 +20,7 @@ from models.config import ModelConfig
 from models.language_model import count_parameters
 from tools.cli.yaml_file import read_as
 from tools.compare.match_parameters import equal_width
+from tools.compare.rungs import Ladder, steps_of_rung
 from tools.loading.vocab_size import vocabulary_override
 
 Tree = dict[str, Any]
@@ -50,7 +51,8 @@ class Comparison(_Section):
 
     Later settings override earlier ones in the order `files`, `data`, the model's `files`, `config`, the size, the model's
     `config`, the command line. tune_kernels: autotune flash-linear-attention's kernels. Autotuning takes a minute per shape,
-    and longer in several processes at once; without it each kernel has one configuration.
+    and longer in several processes at once; without it each kernel has one configuration. ladder: every size is trained for
+    several numbers of tokens per parameter, and the loss of the largest size is predicted.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
@@ -62,6 +64,7 @@ class Comparison(_Section):
     seeds: tuple[int, ...] = Field(min_length=1)
     models: dict[str, ComparedModel] = Field(min_length=1)
     equal_parameters: EqualParameters | None = None
+    ladder: Ladder | None = None
     workers: int = Field(default=1, ge=1)
     tune_kernels: bool = False
     devices: tuple[int | str, ...] | None = None
@@ -71,6 +74,16 @@ class Comparison(_Section):
     def folder(self) -> Path:
         """Return the folder of the runs, tables and figures."""
         return Path("runs") / self.name
+
+    def rungs(self) -> dict[str, str]:
+        """Return name of a rung -> its size in `sizes`. Without a ladder every size is one rung."""
+        if self.ladder is None:
+            return {size: size for size in self.sizes}
+        return {rung: size for rung, (size, _) in self.ladder.rungs().items()}
+
+    def seeds_of(self, size: str) -> tuple[int, ...]:
+        """Return the seeds of a size."""
+        return self.seeds if self.ladder is None else self.ladder.seeds.get(size, self.seeds)
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,14 @@ def read_comparison(path: Path) -> Comparison:
             f"{path}: equal_parameters.reference = {reference} is not a model of this file; "
             f"allowed are {', '.join(comparison.models)}"
         )
+    if (ladder := comparison.ladder) is not None:
+        if comparison.equal_parameters is not None:
+            raise ValueError(f"{path}: equal_parameters and ladder both set the MLP widths; remove equal_parameters")
+        if unknown := sorted(ladder.parameters.keys() - comparison.sizes.keys()):
+            raise ValueError(
+                f"{path}: ladder.parameters has the size {unknown[0]}, which `sizes` lacks; allowed are "
+                f"{', '.join(comparison.sizes)}"
+            )
     return comparison
 
 
@@ -140,7 +161,10 @@ def plan_runs(
         ConfigError: an invalid configuration.
     """
     models = _selected("models", models, list(comparison.models))
-    sizes = _selected("sizes", sizes, list(comparison.sizes))
+    rungs = comparison.rungs()
+    # --sizes takes a rung, or a size with all its rungs.
+    sizes = [rung for size in sizes for rung in ([r for r, of in rungs.items() if of == size] or [size])]
+    sizes = _selected("sizes", sizes, list(rungs))
     names = dict.fromkeys((size, model) for size in sizes for model in models)
     cells = {(size, model): _cell(comparison, size, model, overrides) for size, model in names}
     equal = comparison.equal_parameters
@@ -151,8 +175,13 @@ def plan_runs(
             for name in models:
                 if name != equal.reference:
                     cells[size, name] = _with_equal_parameters(cells[size, name], reference, equal)
+    for size, model in names if comparison.ladder is not None else ():
+        cells[size, model] = _on_rung(cells[size, model], comparison.ladder, size)
     runs: dict[Path, Run] = {}
-    for seed, size, model in itertools.product(dict.fromkeys(seeds or comparison.seeds), sizes, models):
+    every = dict.fromkeys(seeds or [seed for size in sizes for seed in comparison.seeds_of(rungs[size])])
+    for seed, size, model in itertools.product(every, sizes, models):
+        if seed not in (seeds or comparison.seeds_of(rungs[size])):
+            continue
         run = _run(comparison, size, model, seed, *cells[size, model])
         if (other := runs.setdefault(run.folder, run)) is not run:
             raise ValueError(
@@ -187,12 +216,21 @@ def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]
     data = () if comparison.data is None else (comparison.data,)
     files = [_resolved(file) for file in (*comparison.files, *data, *model.files)]
     merged = Sources()
-    for tree in (comparison.config, comparison.sizes[size], model.config, read_sources((), overrides).tree):
+    for tree in (
+        comparison.config,
+        comparison.sizes[comparison.rungs()[size]],
+        model.config,
+        read_sources((), overrides).tree,
+    ):
         for key, value in tree.items():
             merged.set((key,), value, "")
     merged.problems.extend(read_sources((), overrides).problems)
     if merged.problems:
         raise ConfigError(merged.problems)
+    if comparison.ladder is not None:
+        if merged.get(("schedule", "train_steps")) is not None:
+            raise ValueError("schedule.train_steps: the ladder sets it; change ladder.tokens_per_parameter instead")
+        merged.set(("schedule", "train_steps"), 1, "")  # until the batch is known
     for word in vocabulary_override(files, _words(merged.tree)):
         merged.set(("model", "vocab_size"), int(word.partition("=")[2]), "")
     words = _words(merged.tree)
@@ -201,11 +239,27 @@ def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]
 
 
 def _with_equal_parameters(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
+    target = _body(reference[1].model)
+    width = equal_width(cell[1].model, target, multiple=equal.multiple, tolerance=equal.tolerance)
+    return _changed(cell, width)
+
+
+def _on_rung(cell: _Cell, ladder: Ladder, rung: str) -> _Cell:
+    target = round(ladder.parameters[ladder.rungs()[rung][0]])
+    width = equal_width(cell[1].model, target, multiple=ladder.multiple, tolerance=ladder.tolerance)
+    return _changed(cell, width, steps_of_rung(ladder, rung, cell[1]))
+
+
+def _changed(cell: _Cell, width: int, steps: int | None = None) -> _Cell:
+    """Return a cell with another MLP width and number of training steps."""
     tree, config = cell
-    width = equal_width(config.model, _body(reference[1].model), multiple=equal.multiple, tolerance=equal.tolerance)
     merged = Sources(tree=json.loads(json.dumps(tree)))
     merged.set(("model", "intermediate_size"), width, "")
-    return merged.tree, config.model_copy(update={"model": replace(config.model, intermediate_size=width)})
+    update: Tree = {"model": replace(config.model, intermediate_size=width)}
+    if steps is not None:
+        merged.set(("schedule", "train_steps"), steps, "")
+        update["schedule"] = config.schedule.model_copy(update={"train_steps": steps})
+    return merged.tree, config.model_copy(update=update)
 
 
 def _run(comparison: Comparison, size: str, model: str, seed: int, tree: Tree, config: Config[ModelConfig]) -> Run:

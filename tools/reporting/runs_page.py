@@ -39,18 +39,20 @@ def write_runs_page(runs: Sequence[Path], out: Path, comparisons: Sequence[Secti
     data = {name: collect(run) for name, run in zip(names, runs, strict=True)}
     with tempfile.TemporaryDirectory() as folder:
         picture = plot_runs(runs, Path(folder) / "curves.svg").read_bytes()
-    source = f"data:image/svg+xml;base64,{base64.b64encode(picture).decode()}"
-    parts = [
-        _table(Section("Results", *_results(data))),
-        f'<h2>Curves</h2><div class="card"><img src="{source}" alt="curves"></div>',
-    ]
+    parts = [table_html(Section("Results", *_results(data))), picture_html("Curves", picture, "svg+xml")]
     sections = [
         _scores(data),
         *comparisons,
         Section("Configuration differences", ["key", *names], config_differences(data)),
     ]
-    parts += [_table(section) for section in sections if section.rows or section.note]
-    title = html.escape(", ".join(names))
+    parts += [table_html(section) for section in sections if section.rows or section.note]
+    write_page(out, ", ".join(names), parts)
+    return out
+
+
+def write_page(out: Path, title: str, parts: Sequence[str]) -> None:
+    """Write a page in the style of the report page. parts: HTML below the title."""
+    title = html.escape(title)
     template = PAGE.read_text(encoding="utf-8")
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy"[^>]*>', template)
     (style,) = re.findall(r"<style>.*?</style>", template, re.DOTALL)
@@ -60,7 +62,6 @@ def write_runs_page(runs: Sequence[Path], out: Path, comparisons: Sequence[Secti
         "<style>img { width: 100%; background: white; border-radius: 6px; }</style></head>\n"
         f"<body><main><header><h1>{title}</h1></header>\n" + "\n".join(parts) + "\n</main></body></html>\n",
     )
-    return out
 
 
 def config_differences(data: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -142,7 +143,14 @@ def _last(columns: Mapping[str, Sequence[float | None]], key: str, digits: int) 
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _table(section: Section) -> str:
+def picture_html(title: str, picture: bytes, kind: str) -> str:
+    """Return a card with an embedded picture. kind: MIME subtype, such as png."""
+    source = f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
+    return f'<h2>{html.escape(title)}</h2><div class="card"><img src="{source}" alt="{html.escape(title)}"></div>'
+
+
+def table_html(section: Section) -> str:
+    """Return a section as a card with a table."""
     title, header, rows, note = section
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "\n".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)

@@ -1,0 +1,218 @@
+"""A ladder: its plan, the check of its text, and the report with predicted and trained losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from data.corpus.discovery import source_files
+from data.preprocessing.encode import PreprocessingSettings
+from data.preprocessing.pipeline import preprocess
+from megatron_lite.config.data_schema import DataConfig
+from tests.data.inline_pool import Inline
+from tests.tools.compare.test_plan import EXPERIMENTS, comparison
+from tools.compare import held_out
+from tools.compare.__main__ import main
+from tools.compare.held_out import check_held_out, compressors_of
+from tools.compare.ladder_report import write_ladder
+from tools.compare.results import Result, rows_of
+from tools.compare.rungs import Ladder
+from tools.compare.spec import plan_runs, read_comparison
+
+LADDER: dict[str, Any] = {
+    "parameters": {"s": 80_000, "m": 300_000},
+    "tokens_per_parameter": {"s": [1, 2], "m": [1]},
+    "multiple": 2,
+}
+
+
+def laddered(**changes: Any) -> Any:
+    """Return a ladder of two sizes and two models."""
+    config = {**comparison().config, "schedule": {}}
+    return comparison(ladder={**LADDER, **changes}, config=config)
+
+
+def test_the_ladder_has_equal_parameters_and_tokens(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    planned = read_comparison(EXPERIMENTS / "ladder.yml")
+    assert len(planned.models) == 11
+    assert [rung for rung, size in planned.rungs().items() if size == "20m"] == ["20m-10x", "20m-20x"]
+    assert (planned.seeds_of("5m"), planned.seeds_of("10m")) == ((1, 2, 3), (1,))
+    (run,) = plan_runs(planned, models=["kda_hybrid"], sizes=["40m"], overrides=["model.vocab_size=512"])
+    assert run.name == "kda_hybrid-40m-10x-seed1"
+    assert run.config.model.mixers == ("kda", "kda", "kda", "attention")
+    assert run.body == pytest.approx(4e7, rel=0.01)
+    steps = run.config.schedule.train_steps
+    assert run.config.batch.tokens_of(steps) == pytest.approx(4e8, rel=0.01)
+    assert yaml.safe_load(run.text)["schedule"]["train_steps"] == steps
+    assert run.config.data.test == "corpora/text_corpus/shift_text_document"
+
+
+def test_rungs_have_their_own_seeds_and_one_width_per_size() -> None:
+    runs = plan_runs(laddered(seeds={"s": [5]}))
+    assert sorted(run.name for run in runs if run.model == "metala") == [
+        "metala-m-1x-seed1",
+        "metala-m-1x-seed2",
+        "metala-s-1x-seed5",
+        "metala-s-2x-seed5",
+    ]
+    widths = {(run.model, run.size.split("-")[0]): run.config.model.mlp_width for run in runs}
+    assert all(run.config.model.mlp_width == widths[run.model, run.size.split("-")[0]] for run in runs)
+    steps = {run.size: run.config.schedule.train_steps for run in runs}
+    assert steps["s-2x"] == 2 * steps["s-1x"] == 2 * round(80_000 / 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"tolerance": 0.0002},
+            r"the target is 80,000 parameters .* the nearest MLP width \d+ gives .* not within 0\.0%",
+        ),
+        (
+            {"tokens_per_parameter": {"s": [0.001], "m": [1]}},
+            r"ladder rung s-0.001x: 0.001 tokens x 80,000 parameters = 80 tokens; 1 steps of 64 tokens are 64, 20.0% away, "
+            r"and 1.0% is allowed",
+        ),
+    ],
+)
+def test_sizes_and_tokens_that_do_not_match_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_runs(laddered(**changes))
+
+
+def test_ladders_that_contradict_the_file_are_refused(tmp_path: Path, capsys) -> None:
+    with pytest.raises(ValueError, match=r"schedule.train_steps: the ladder sets it"):
+        plan_runs(laddered(), overrides=["schedule.train_steps=4"])
+    content = {"name": "x", "title": "x", "seeds": [1], "models": {"a": {}}, "sizes": {"s": {}}}
+    cases = [
+        ({"ladder": LADDER}, "ladder.parameters has the size m, which `sizes` lacks; allowed are s"),
+        (
+            {"ladder": LADDER, "sizes": {"s": {}, "m": {}}, "equal_parameters": {"reference": "a"}},
+            "equal_parameters and ladder both set the MLP widths; remove equal_parameters",
+        ),
+        ({"ladder": {**LADDER, "seeds": {"l": [1]}}}, "ladder.seeds has the size l; allowed are s, m"),
+        ({"ladder": {**LADDER, "tokens_per_parameter": {"s": [1]}}}, "ladder.tokens_per_parameter lacks the size m"),
+    ]
+    for changes, message in cases:
+        (tmp_path / "bad.yml").write_text(yaml.safe_dump({**content, **changes}, sort_keys=False))
+        assert main([str(tmp_path / "bad.yml"), "--plan"]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Any:
+    """Return a function that writes training and validation text, and the runs of a ladder on it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("data.preprocessing.pipeline._pool", lambda settings, workers: Inline(settings))
+    monkeypatch.setattr(Inline, "stop_at", None)
+
+    def write(train: list[str], validation: list[str]) -> Any:
+        data = {"corpus": None, "tokenizer": {"type": "bytes"}}
+        for name, texts in (("train", train), ("validation", validation)):
+            path = tmp_path / f"{name}.jsonl"
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            preprocess(source_files(path), tmp_path / name, PreprocessingSettings("bytes"), progress=False)
+            data[name] = str(tmp_path / f"{name}_text_document")
+        config = SimpleNamespace(
+            data=DataConfig.model_validate(data),
+            model=SimpleNamespace(vocab_size=384),
+            batch=SimpleNamespace(tokens_of=lambda steps: steps * 64),
+            schedule=SimpleNamespace(train_steps=20),
+        )
+        return [SimpleNamespace(name="metala-s-1x-seed1", config=config)]
+
+    return write
+
+
+def test_held_out_text_that_training_holds_is_refused(text, monkeypatch) -> None:
+    planned = laddered()
+    ladder = planned.ladder
+    runs = text(["a b c " * 100, "shared by both"], ["something else", "shared by both"])
+    with pytest.raises(
+        ValueError, match=r"shares 1 documents with .*document 1 \(.*'shared by both'\): equals a training"
+    ):
+        check_held_out(planned, ladder, runs)
+    runs = text(["a b c " * 100], ["something else " * 50])
+    check_held_out(planned, ladder, runs)
+    assert 0 < compressors_of(planned)["xz -9"] < 2
+    monkeypatch.setattr(held_out, "shared_documents", lambda *_, **__: pytest.fail("the text has not changed"))
+    check_held_out(planned, ladder, runs)
+    runs[0].config.schedule.train_steps = 60
+    with pytest.raises(
+        ValueError, match=r"3,840 tokens / 600 training tokens = 6\.4 passes .*max_passes = 4 is allowed"
+    ):
+        check_held_out(planned, ladder, runs)
+
+
+def law(N: float, D: float) -> float:
+    return 1.69 + 406.4 / N**0.34 + 410.7 / D**0.28
+
+
+def ladder_results(folder: Path, trained: bool = True) -> tuple[Any, list[Any], list[Result]]:
+    """Return results of a ladder of two models; the second one is 0.1 above the law and lacks a size."""
+    ladder = Ladder(
+        parameters={"5m": 5e6, "10m": 1e7, "20m": 2e7, "40m": 4e7},
+        tokens_per_parameter={"5m": (10, 20, 40), "10m": (10, 20, 40), "20m": (10, 20), "40m": (10,)},
+    )
+    planned: Any = SimpleNamespace(ladder=ladder, folder=folder, title="T")
+    runs, results = [], []
+    for model, more in (("softmax", 0.0), ("metala", 0.1)):
+        for rung, (size, ratio) in ladder.rungs().items():
+            if model == "metala" and size == "20m":
+                continue
+            body = int(ladder.parameters[size])
+            tokens = round(body * ratio)
+            config = SimpleNamespace(
+                batch=SimpleNamespace(tokens_of=lambda steps: steps), schedule=SimpleNamespace(train_steps=tokens)
+            )
+            run: Any = SimpleNamespace(
+                model=model, label=model.title(), size=rung, seed=1, parameters=2 * body, body=body, config=config
+            )
+            run.folder = folder / f"{model}-{rung}"
+            run.folder.mkdir(parents=True, exist_ok=True)
+            loss = law(body, tokens) + more
+            final = {"loss": loss, "bits_per_byte": loss / 3, "loss/x": loss - 1, "loss/y": loss + 1}
+            done = trained or size != "40m"
+            runs.append(run)
+            test = {"loss": loss + 2} if done else None
+            results.append(Result(run, [final], final if done else None, tokens, 1.0, test))
+    return planned, runs, results
+
+
+def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
+    planned, runs, results = ladder_results(tmp_path)
+    (tmp_path / held_out.FILE).write_text(json.dumps({"compressors": {"xz -9": 2.0}}))
+    bins = [{"from": 1, "to": 8, "loss": 5.0}, {"from": 9, "to": 16, "loss": 4.0}]
+    (runs[8].folder / held_out.POSITIONS).write_text(json.dumps({"bins": bins}))
+    document, files = write_ladder(planned, planned.ladder, runs, results, rows_of(results))
+    loss = law(4e7, 4e8)
+    predicted = next(line for line in document.splitlines() if "40m-10x" in line and line.startswith("| Softmax"))
+    assert f"{loss:.4f} [{loss:.4f}, {loss:.4f}]" in predicted
+    assert predicted.rstrip(" |").endswith(("+0.0000", "-0.0000"))
+    # Without the largest size the second model has two sizes only.
+    assert "No fit: metala: 6 different points, 2 sizes, 4 token counts" in document
+    assert "| Softmax |    9 | 1.690 [1.690, 1.690]" in document
+    assert f"{1 - loss / 6:.1%}" in document
+    assert f" {loss + 2:.4f} |" in document
+    assert "## Loss by source at 40m-10x" in document
+    assert "| 9 to 16  |  4.0000 |" in document
+    page = (tmp_path / "ladder.html").read_text()
+    assert "<h2>Prediction of 40m</h2>" in page
+    assert "data:image/png;base64," in page
+    assert [path.name for path in files] == ["ladder.png", "ladder.html"]
+
+
+def test_largest_size_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
+    planned, runs, results = ladder_results(tmp_path, trained=False)
+    document, _ = write_ladder(planned, planned.ladder, runs, results, rows_of(results))
+    loss = law(4e7, 4e8)
+    line = next(line for line in document.splitlines() if line.startswith("| Softmax") and "40m-10x" in line)
+    assert line.split("|")[3].strip().startswith(f"{loss:.4f} [")
+    assert [cell.strip() for cell in line.split("|")[4:6]] == ["-", "-"]
+    assert "## Loss at 20m-20x" in document

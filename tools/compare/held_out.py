@@ -1,0 +1,84 @@
+"""Check the held-out sets of a ladder and measure what compressors make of them; measure the loss by position."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from data.atomic_io import read_json, write_text
+from data.manifest import read_manifest
+from data.preprocessing.contamination import document_texts, shared_documents
+from tools.compare.rungs import Ladder
+from tools.compare.spec import Comparison, Run
+from tools.loading.token_data import PreparedData, prepared_data
+from tools.pretraining.summary import compressed_bits_per_byte
+
+FILE = "held_out.json"
+POSITIONS = "positions.json"
+_REMEDY = "remove it; it is written again"
+
+
+def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) -> None:
+    """Check the text of a ladder, and write `held_out.json` once per text: bits per byte of compressors on the held-out text.
+
+    Raises ValueError for too many passes over the training text, and for held-out documents that it holds.
+    """
+    data = prepared_data(runs[0].config.data, runs[0].config.model.vocab_size)
+    for run in runs:
+        tokens = run.config.batch.tokens_of(run.config.schedule.train_steps)
+        if tokens > ladder.max_passes * data.train_tokens:
+            raise ValueError(
+                f"{run.name}: {tokens:,} tokens / {data.train_tokens:,} training tokens = "
+                f"{tokens / data.train_tokens:.1f} passes over the text; ladder.max_passes = {ladder.max_passes:g} is allowed. "
+                "Add text, or lower ladder.tokens_per_parameter"
+            )
+    held_out = [prefix for prefix in (data.validation, data.test) if prefix is not None]
+    made_from = {prefix: (read_manifest(prefix) or {}).get("checksums") for prefix in (*data.train, *held_out)}
+    description = json.dumps([made_from, ladder.max_overlap])
+    path = comparison.folder / FILE
+    if path.is_file() and read_json(path, _REMEDY, "made_from")["made_from"] == description:
+        return
+    for prefix in held_out:
+        if shared := shared_documents(prefix, data.train, share=ladder.max_overlap):
+            raise ValueError(
+                f"{prefix} shares {len(shared):,} documents with the training text (equal ones, or with {ladder.max_overlap:.0%} "
+                f"or more of their 13-word n-grams): {'; '.join(map(str, shared[:5]))}. Remove them from one of the sets, or "
+                "raise ladder.max_overlap; python -m tools.inspect_data --trained-on names all of them"
+            )
+    content = {"made_from": description, "compressors": compressed_bits_per_byte(_validation_text(data))}
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def _validation_text(data: PreparedData) -> bytes:
+    if data.validation_text is not None:
+        return data.validation_text.read_bytes()
+    assert data.validation is not None  # `launcher.prepare` refuses a comparison without one
+    return "".join(document_texts(data.validation)).encode()
+
+
+def compressors_of(comparison: Comparison) -> dict[str, float]:
+    """Return the bits per byte of gzip and xz on the validation text; empty before the check."""
+    path = comparison.folder / FILE
+    return read_json(path, _REMEDY, "compressors")["compressors"] if path.is_file() else {}
+
+
+def measure_positions(runs: Sequence[Run], device: str) -> None:
+    """Write the loss by position on the validation text to the folder of every complete run that lacks it."""
+    from tools.evaluation.loss_by_position import loss_by_position
+    from tools.evaluation.perplexity import validation_text
+    from tools.loading.model import load_model
+
+    for run in runs:
+        path = run.folder / POSITIONS
+        if run.complete and not path.is_file():
+            loaded = load_model(run.folder, device=device)
+            length = run.config.batch.sequence_length
+            measured = loss_by_position(loaded, validation_text(loaded), length=length)
+            write_text(path, json.dumps({"bins": measured.bins(8)}, indent=1) + "\n")
+
+
+def positions_of(run: Run) -> list[dict[str, Any]]:
+    """Return the bins that `measure_positions` wrote; empty if it did not."""
+    path = run.folder / POSITIONS
+    return read_json(path, _REMEDY, "bins")["bins"] if path.is_file() else []

@@ -1,0 +1,189 @@
+"""Report a ladder: fits, the predicted and the trained losses of the largest size, loss by source and position, one page."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tools.compare.held_out import compressors_of, positions_of
+from tools.compare.results import Result, Row, ranked
+from tools.compare.rungs import Ladder
+from tools.compare.scaling_fit import ScalingFit, fit_losses
+from tools.compare.spec import Comparison, Run
+from tools.reporting.runs_page import Section, picture_html, table_html, write_page
+from tools.reporting.style import label_lines, log_axes, saved_figure, series_style
+from tools.reporting.tables import markdown_table
+
+_INTERVAL = "Brackets hold 95 % intervals of a residual bootstrap."
+
+
+def write_ladder(
+    comparison: Comparison, ladder: Ladder, runs: Sequence[Run], results: Sequence[Result], rows: Sequence[Row]
+) -> tuple[str, list[Path]]:
+    """Write ladder.png and ladder.html to the comparison's folder. Return the tables as Markdown, and the files."""
+    rungs = ladder.rungs()
+    all_fits, problems = _fits(results)
+    smaller = [result for result in results if rungs[result.run.size][0] != ladder.largest]
+    fits, more = _fits(smaller)
+    sections = [
+        _predictions(ladder, runs, rows, fits, more),
+        _constants(all_fits, problems, results),
+        *_largest(comparison, ladder, runs, rows),
+    ]
+    sections = [section for section in sections if section.rows or section.note]
+    files = [comparison.folder / "ladder.html"]
+    parts = [table_html(section) for section in sections]
+    if rows:
+        picture = _draw(results, all_fits or fits, comparison.folder / "ladder.png", comparison.title)
+        files.insert(0, picture)
+        parts.insert(0, picture_html("Loss over compute", picture.read_bytes(), "png"))
+    write_page(files[-1], comparison.title, parts)
+    return "\n".join(_markdown(section) for section in sections), files
+
+
+def _markdown(section: Section) -> str:
+    table = markdown_table(section.header, section.rows, aligned=True) + "\n\n" if section.rows else ""
+    return f"## {section.title}\n\n{table}{section.note}\n"
+
+
+def _fits(results: Sequence[Result]) -> tuple[dict[str, ScalingFit], list[str]]:
+    """Return model -> fit of its complete runs, and why other models have none."""
+    fits, problems = {}, []
+    for model in dict.fromkeys(result.run.model for result in results):
+        complete = [r for r in results if r.run.model == model and r.final and math.isfinite(r.final["loss"])]
+        points = [(r.run.body, r.tokens, r.final["loss"]) for r in complete if r.final]
+        try:
+            fits[model] = fit_losses(*np.array(points or np.zeros((0, 3))).T, name=model)
+        except ValueError as error:
+            problems.append(str(error))
+    return fits, problems
+
+
+def _predictions(
+    ladder: Ladder, runs: Sequence[Run], rows: Sequence[Row], fits: Mapping[str, ScalingFit], problems: Sequence[str]
+) -> Section:
+    trained = {(row.model, row.size): row for row in rows}
+    cells = []
+    for run in {(run.model, run.size): run for run in runs}.values():
+        if ladder.rungs()[run.size][0] != ladder.largest or run.model not in fits:
+            continue
+        tokens = run.config.batch.tokens_of(run.config.schedule.train_steps)
+        loss, low, high = fits[run.model].predict(run.body, tokens)
+        row = trained.get((run.model, run.size))
+        actual = None if row is None else row.mean("loss")
+        cells.append(
+            [
+                run.label,
+                run.size,
+                f"{loss:.4f} [{low:.4f}, {high:.4f}]",
+                "-" if actual is None else f"{actual:.4f}",
+                "-" if actual is None else f"{loss - actual:+.4f}",
+            ]
+        )
+    header = ["model", "rung", "predicted loss", "trained", "predicted minus trained"]
+    note = " ".join(
+        [f"Predicted from the sizes below {ladder.largest}. {_INTERVAL}", *(f"No fit: {p}." for p in problems)]
+    )
+    return Section(f"Prediction of {ladder.largest}", header, cells, note)
+
+
+def _constants(fits: Mapping[str, ScalingFit], problems: Sequence[str], results: Sequence[Result]) -> Section:
+    labels = {result.run.model: result.run.label for result in results}
+    rows = []
+    for model, fit in fits.items():
+        cells = ("{:.3f} [{:.3f}, {:.3f}]".format(*fit.interval(index)) for index in (0, 1, 3, 2, 4))
+        rows.append([labels[model], str(len(fit.residuals)), *cells])
+    note = "L(N, D) = E + A (N0 / N)^a + B (D0 / D)^b in nats per token; N without embeddings."
+    if fits:
+        n, d = next(iter(fits.values())).center
+        note += f" N0 = {n / 1e6:,.3g} M and D0 = {d / 1e6:,.4g} M for the first model. {_INTERVAL}"
+    note = " ".join([note, *(f"No fit: {problem}." for problem in problems)])
+    return Section("Fit of all sizes", ["model", "runs", "E", "A", "a", "B", "b"], rows, note)
+
+
+def _largest(comparison: Comparison, ladder: Ladder, runs: Sequence[Run], rows: Sequence[Row]) -> list[Section]:
+    """Return the tables of the largest rung that has a complete run: loss, bits per byte, by source, by position."""
+    complete = {row.size for row in rows}
+    reached = [rung for rung in ladder.rungs() if rung in complete]
+    if not reached:
+        return []
+    rung = reached[-1]
+    here = ranked(row for row in rows if row.size == rung)
+    base = here[0]
+    compressors = compressors_of(comparison)
+    xz = compressors.get("xz -9", math.nan)
+    overview, sources = [], sorted({m for row in here for m in row.values if m.startswith("loss/")})
+    for row in here:
+        change, error = row.difference(base, "loss")
+        bits = row.mean("bits_per_byte") if "bits_per_byte" in row.values else math.nan
+        overview.append(
+            [
+                row.label,
+                f"{row.mean('loss'):.4f}",
+                "-" if row is base else f"{change:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}"),
+                _number(bits),
+                "-" if math.isnan(bits / xz) else f"{1 - bits / xz:.1%}",
+                _number(row.mean("test") if "test" in row.values else math.nan),
+            ]
+        )
+    header = ["model", "loss", f"minus {base.label}", "bits per byte", "below xz -9", "loss on data.test"]
+    note = "Compressors on the validation text, bits per byte: " + ", ".join(
+        f"{k} {v:.4f}" for k, v in compressors.items()
+    )
+    by_source = [[source.removeprefix("loss/"), *(_number(_mean(row, source)) for row in here)] for source in sources]
+    labels = [row.label for row in here]
+    bins = {run.model: positions_of(run) for run in reversed(runs) if run.size == rung}
+    with_bins = [row for row in here if bins.get(row.model)]
+    by_position = [
+        [f"{bin['from']:,.0f} to {bin['to']:,.0f}", *(_number(bins[row.model][i]["loss"]) for row in with_bins)]
+        for i, bin in enumerate(bins[with_bins[0].model] if with_bins else [])
+    ]
+    return [
+        Section(f"Loss at {rung}", header, overview, note if compressors else ""),
+        Section(f"Loss by source at {rung}", ["source", *labels], by_source if len(sources) > 1 else []),
+        Section(f"Loss by position at {rung}", ["position", *(row.label for row in with_bins)], by_position),
+    ]
+
+
+def _mean(row: Row, metric: str) -> float:
+    return row.mean(metric) if metric in row.values else math.nan
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"
+
+
+def _draw(results: Sequence[Result], fits: Mapping[str, ScalingFit], out: Path, title: str) -> Path:
+    """Draw the loss of every rung against compute, 6 N D, and the fit at 20 tokens per parameter."""
+    complete = [result for result in results if result.final]
+    with saved_figure(out, height=4.6) as (_, axes):
+        for index, model in enumerate(dict.fromkeys(result.run.model for result in complete)):
+            points: dict[str, list[Result]] = {}
+            for result in complete:
+                if result.run.model == model:
+                    points.setdefault(result.run.size, []).append(result)
+            style = series_style(index)
+            compute = [6 * rung[0].run.body * rung[0].tokens for rung in points.values()]
+            means = [
+                statistics.mean(result.final["loss"] for result in rung if result.final) for rung in points.values()
+            ]
+            label = next(iter(points.values()))[0].run.label
+            if model in fits:
+                line = np.geomspace(min(compute), max(compute), 50)
+                sizes = np.sqrt(line / 120)
+                losses = [fits[model].predict(n, 20 * n)[0] for n in sizes]
+                axes.plot(compute, means, **{**style, "ls": ""})
+                axes.plot(line, losses, label=label, **{**style, "marker": ""})
+            else:
+                axes.plot(compute, means, label=label, **{**style, "ls": ""})
+        log_axes(axes, "x")
+        axes.set(
+            xlabel="6 N D (floating-point operations without embeddings)", ylabel="validation loss (nats per token)"
+        )
+        axes.set_title(f"{title} (lines: fits at 20 tokens per parameter)")
+        label_lines(axes)
+    return out

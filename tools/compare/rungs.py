@@ -1,0 +1,73 @@
+"""Plan the rungs of a ladder: sizes of equal parameters, each trained for several numbers of tokens per parameter."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megatron_lite.config.schema import Config
+from models.config import ModelConfig
+
+
+class Ladder(BaseModel):
+    """Hold the section `ladder` of a comparison's file.
+
+    Attributes:
+        parameters: size -> parameters without embeddings. The MLP width of every model is chosen for it.
+        tokens_per_parameter: size -> tokens per parameter of its rungs.
+        seeds: size -> seeds of its rungs; other sizes have the `seeds` of the file.
+        tolerance: largest relative difference of parameters and tokens from these numbers.
+        multiple: of the MLP widths.
+        max_passes: most passes over the training text in one run. Up to four passes are nearly as good as new text
+            (Muennighoff et al., 2305.16264).
+        max_overlap: share of a held-out document's 13-word n-grams that the training text may hold.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    parameters: dict[str, float] = Field(min_length=1)
+    tokens_per_parameter: dict[str, tuple[float, ...]]
+    seeds: dict[str, tuple[int, ...]] = {}
+    tolerance: float = Field(default=0.01, gt=0, lt=1)
+    multiple: int = Field(default=8, ge=1)
+    max_passes: float = Field(default=4, gt=0)
+    max_overlap: float = Field(default=0.9, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _same_sizes(self) -> Ladder:
+        for name, sizes in (("tokens_per_parameter", self.tokens_per_parameter), ("seeds", self.seeds)):
+            if unknown := sorted(sizes.keys() - self.parameters.keys()):
+                raise ValueError(f"ladder.{name} has the size {unknown[0]}; allowed are {', '.join(self.parameters)}")
+        if missing := sorted(self.parameters.keys() - self.tokens_per_parameter.keys()):
+            raise ValueError(
+                f"ladder.tokens_per_parameter lacks the size {missing[0]}: give its numbers, such as [10, 20]"
+            )
+        return self
+
+    def rungs(self) -> dict[str, tuple[str, float]]:
+        """Return rung name -> (size, tokens per parameter), smallest size first."""
+        ordered = sorted(self.parameters, key=lambda size: self.parameters[size])
+        return {f"{size}-{ratio:g}x": (size, ratio) for size in ordered for ratio in self.tokens_per_parameter[size]}
+
+    @property
+    def largest(self) -> str:
+        """Return the size whose loss the smaller sizes predict."""
+        return max(self.parameters, key=lambda size: self.parameters[size])
+
+
+def steps_of_rung(ladder: Ladder, rung: str, config: Config[ModelConfig]) -> int:
+    """Return the training steps of a rung.
+
+    Raises ValueError with the arithmetic if no number of steps gives the rung's tokens within the tolerance.
+    """
+    size, ratio = ladder.rungs()[rung]
+    parameters = ladder.parameters[size]
+    wanted, per_step = ratio * parameters, config.batch.tokens_per_step
+    steps = max(1, round(wanted / per_step))
+    reached = config.batch.tokens_of(steps)
+    if abs(reached - wanted) > ladder.tolerance * wanted:
+        raise ValueError(
+            f"ladder rung {rung}: {ratio:g} tokens x {parameters:,.0f} parameters = {wanted:,.0f} tokens; {steps:,} steps of"
+            f" {per_step:,} tokens are {reached:,}, {abs(reached / wanted - 1):.1%} away, and {ladder.tolerance:.1%} is"
+            " allowed. Lower batch.global_batch_size, or raise tokens_per_parameter"
+        )
+    return steps
