@@ -26,6 +26,7 @@ _KEY = "model.mixer_options.attention"
 class AttentionOptions:
     """Hold the settings of the attention mixer."""
 
+    head_dim: int | None = option(None, "Channels per head; null: model.hidden_size / model.num_heads.")
     num_kv_heads: int | None = option(None, "Heads of keys and values; null: as many as queries (model.num_heads).")
     rotary_pct: float = option(1.0, "Fraction of each head's channels with rotary positions; 0: no positions (NoPE).")
     rotary_base: float = option(10000.0, "Base of the rotary wavelengths.")
@@ -53,7 +54,9 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.rotary_pct <= 1:
             raise ValueError(f"{_KEY}.rotary_pct = {self.rotary_pct}: must be between 0 and 1")
-        require_at_least("attention", self, 1, "num_kv_heads", "window", "yarn_factor", "yarn_original_length")
+        require_at_least(
+            "attention", self, 1, "head_dim", "num_kv_heads", "window", "yarn_factor", "yarn_original_length"
+        )
         require_positive("attention", self, "yarn_beta_slow")
         if self.window is not None and not self.causal:
             raise ValueError(f"{_KEY}.window = {self.window} with causal = false: set causal = true, or remove window")
@@ -112,22 +115,23 @@ class Attention(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.options = options
-        self.head_dim = size // config.num_heads
+        self.head_dim = options.head_dim or size // config.num_heads
         self.window = None if layer_index in options.full_layers else options.window
         rotary_pct = 0.0 if layer_index in options.nope_layers else options.rotary_pct
         self.rotary_dim = int(self.head_dim * rotary_pct) // 2 * 2
-        kv_size = self.head_dim * (options.num_kv_heads or config.num_heads)
-        self.q_proj = linear(config, size, size, bias=options.bias)
+        q_size, kv_size = self.head_dim * config.num_heads, self.head_dim * (options.num_kv_heads or config.num_heads)
+        self.q_proj = linear(config, size, q_size, bias=options.bias)
         self.k_proj = linear(config, size, kv_size, bias=options.bias)
         self.v_proj = linear(config, size, kv_size, bias=options.bias)
-        self.gate_proj = linear(config, size, size, bias=options.bias) if options.output_gate else None
+        self.gate_proj = linear(config, size, q_size, bias=options.bias) if options.output_gate else None
         self.q_norm_weight = nn.Parameter(torch.ones(self.head_dim)) if options.qk_norm else None
         self.k_norm_weight = nn.Parameter(torch.ones(self.head_dim)) if options.qk_norm else None
-        self.out_proj = linear(config, size, size, bias=options.bias, output=True)
+        self.out_proj = linear(config, q_size, size, bias=options.bias, output=True)
         self.project_inputs: FusedProjections = apply_each
         # An attribute, so that a trainer can replace it.
         self.dot_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, int | None], Tensor] = dot_product
-        self._size, self._kv_size, self._norm_eps = size, kv_size, config.norm_eps
+        self._q_size, self._norm_eps = q_size, config.norm_eps
+        self._matmuls = size * ((3 if options.output_gate else 2) * q_size + 2 * kv_size)
 
     @staticmethod
     def check(config: ModelShape, options: AttentionOptions) -> None:
@@ -324,12 +328,11 @@ class Attention(nn.Module):
 
         With a window w the mean over the tokens is w - w^2 / (2 length) keys.
         """
-        gate = 0 if self.gate_proj is None else 2 * self._size * self._size
-        projections = 4 * self._size * self._size + 4 * self._size * self._kv_size + gate
         if not self.options.causal:
-            return projections + 4 * self._size * length
+            return 2 * self._matmuls + 4 * self._q_size * length
         window = length if self.window is None else min(self.window, length)
-        return projections + 4 * self._size * window - 2 * self._size * window * window // max(length, 1)
+        scores = 4 * self._q_size * window - 2 * self._q_size * window * window // max(length, 1)
+        return 2 * self._matmuls + scores
 
 
 def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:

@@ -41,7 +41,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("attention", {"num_kv_heads": 2, "bias": True, "rotary_pct": 0.5}),
     (
         "attention",
-        {"window": 5, "qk_norm": True, "output_gate": True, "yarn_factor": 4.0, "yarn_original_length": 16},
+        {
+            "head_dim": 12,
+            "window": 5,
+            "qk_norm": True,
+            "output_gate": True,
+            "yarn_factor": 4.0,
+            "yarn_original_length": 16,
+        },
     ),
     ("gated_delta_net", {"num_heads": 2, "num_value_heads": 4, "head_dim": 6, "allow_negative_eigenvalues": True}),
     ("kda", {"num_value_heads": 8, "head_dim": 4, "expand_v": 1.5}),

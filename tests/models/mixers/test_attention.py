@@ -32,7 +32,7 @@ def mixer(**options) -> Attention:
 
 def formula(layer: Attention, x: Tensor) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v per head and query, with rotations as complex numbers."""
-    dim, options = SIZE // HEADS, layer.options
+    dim, options = layer.head_dim, layer.options
     project = [getattr(layer, name)(x).unflatten(-1, (-1, dim)) for name in ("q_proj", "k_proj", "v_proj")]
     for i, gain in enumerate((layer.q_norm_weight, layer.k_norm_weight) if options.qk_norm else ()):
         project[i] = project[i] / (project[i].square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
@@ -76,7 +76,7 @@ OPTIONS = [
     {"window": 1},
     {"window": 100, "qk_norm": True},
     {"window": 4, "full_layers": (0,), "nope_layers": (1,)},
-    {"qk_norm": True, "output_gate": True, "bias": True},
+    {"qk_norm": True, "output_gate": True, "bias": True, "head_dim": 12},
     {"causal": False},
 ]
 
@@ -243,10 +243,11 @@ def test_packed_segments_by_flash_attention(options, window, flash, monkeypatch)
 def test_options_of_qwen3_and_qwen3_next_equal_transformers():
     """Compare QK-norm, YaRN and window with Qwen3's attention, the output gate with Qwen3-Next's, for grouped queries."""
     rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
-    shape = {"hidden_size": SIZE, "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": SIZE // HEADS}
+    dim = 12
+    shape = {"hidden_size": SIZE, "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": dim}
     more = {"attn_implementation": "eager", "max_position_embeddings": 256, "rms_norm_eps": 1e-5}
     yarn = {"yarn_factor": 8.0, "yarn_original_length": 32, "rotary_base": 500.0}
-    layer = mixer(num_kv_heads=2, qk_norm=True, output_gate=True, **yarn).float()
+    layer = mixer(head_dim=dim, num_kv_heads=2, qk_norm=True, output_gate=True, **yarn).float()
     x, position = torch.randn(2, 40, SIZE), torch.arange(40)[None]
     future = torch.full((40, 40), -torch.inf).triu(1)[None, None]
     ours = {name.removesuffix("_weight") if "norm" in name else name: p for name, p in layer.named_parameters()}
@@ -255,7 +256,6 @@ def test_options_of_qwen3_and_qwen3_next_equal_transformers():
     config = Qwen3NextConfig(**shape, **more, rope_parameters={**rope, "partial_rotary_factor": 1.0})
     cos_sin = Qwen3NextRotaryEmbedding(config)(x, position)
     theirs = Qwen3NextAttention(config, 0)
-    dim = SIZE // HEADS
     query_and_gate = [ours[name].unflatten(0, (HEADS, dim)) for name in ("q_proj.weight", "gate_proj.weight")]
     weights = {name: p for name, p in ours.items() if name != "gate_proj.weight"}
     weights["q_proj.weight"] = torch.cat(query_and_gate, 1).flatten(0, 1)
@@ -304,6 +304,7 @@ def test_flops_count_the_window():
     ("options", "message"),
     [
         ({"num_kv_heads": 3}, "num_kv_heads = 3 does not divide model.num_heads = 8; nearest that do: 2 or 4"),
+        ({"head_dim": 0}, "head_dim = 0: must be at least 1"),
         ({"window": 0}, "window = 0: must be at least 1"),
         ({"window": 8, "causal": False}, "window = 8 with causal = false: set causal = true, or remove window"),
         ({"yarn_factor": 0.5}, "yarn_factor = 0.5: must be at least 1"),

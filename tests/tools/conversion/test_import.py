@@ -61,10 +61,10 @@ def tiny_gpt_neox(**more: Any) -> Any:
     return GPTNeoXForCausalLM(config)
 
 
-def tiny_llama(**more: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def tiny_llama(kind: str = "Llama", **more: Any) -> Any:
+    import transformers
 
-    config = LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         **{
             "vocab_size": 97,
             "hidden_size": 48,
@@ -76,9 +76,10 @@ def tiny_llama(**more: Any) -> Any:
             **more,
         }
     )
-    return LlamaForCausalLM(config)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8}
 ORIGINALS = {
     "pythia": lambda: tiny_gpt_neox(),
     "gpt_neox-sequential-tied": lambda: tiny_gpt_neox(
@@ -93,6 +94,12 @@ ORIGINALS = {
         mlp_bias=True,
         num_key_value_heads=4,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
+    "llama-yarn": lambda: tiny_llama(head_dim=16, rope_parameters={**YARN, "beta_fast": 8.0, "attention_factor": 1.5}),
+    "mistral": lambda: tiny_llama("Mistral", sliding_window=3),
+    "qwen3": lambda: tiny_llama("Qwen3", head_dim=16, rope_parameters=YARN),
+    "qwen3-window": lambda: tiny_llama(
+        "Qwen3", head_dim=8, num_hidden_layers=3, use_sliding_window=True, sliding_window=3, max_window_layers=1
     ),
 }
 
@@ -252,7 +259,7 @@ def translated(kind: str, **settings: Any) -> ModelConfig:
 
 
 def test_absent_settings_have_the_other_codebases_defaults() -> None:
-    from transformers import GPTNeoXConfig, LlamaConfig
+    from transformers import GPTNeoXConfig, LlamaConfig, Qwen3Config
 
     shape = {
         "vocab_size": 97,
@@ -270,6 +277,8 @@ def test_absent_settings_have_the_other_codebases_defaults() -> None:
     ours, theirs = translated("llama", **shape), LlamaConfig(**shape)
     assert (ours.norm_eps, ours.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert ours.options_of("attention").rotary_base == theirs.rope_parameters["rope_theta"]
+    assert translated("qwen3", **shape).options_of("attention").head_dim == Qwen3Config(**shape).head_dim
+    assert translated("mistral", **shape, sliding_window=None).options_of("attention").window is None
     # flash-linear-attention 0.6: hidden_ratio 4, in RetNet 2, and norm_eps 1e-6; widths are multiples of 256.
     shape = {"vocab_size": 97, "hidden_size": 512, "num_hidden_layers": 2, "num_heads": 4}
     for kind, width in (("gla", 1536), ("retnet", 768), ("hgrn2", 1536)):
@@ -297,7 +306,14 @@ METALA_SHAPE = {
     [
         ("gpt_neox", {**SHAPE, "rotary_pct": 0.75}, "rotary_pct = 0.75 rotates 9 channels"),
         ("gpt_neox", {**SHAPE, "hidden_act": "relu"}, "hidden_act = 'relu' has no counterpart"),
-        ("llama", {**SHAPE, "head_dim": 16}, "head_dim = 16: here it is hidden_size / heads = 12"),
+        ("llama", {**SHAPE, "rope_scaling": {"type": "linear"}}, "rope_type = 'linear' has no counterpart here"),
+        ("llama", {**SHAPE, "rope_parameters": {**YARN, "truncate": False}}, "truncate = False has no counterpart"),
+        ("llama", {**SHAPE, "rope_parameters": {**YARN, "factor": 0.5}}, "yarn_factor = 0.5: must be at least 1"),
+        (
+            "qwen3",
+            {**SHAPE, "sliding_window": 4, "layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types = 'chunked_attention' has no counterpart",
+        ),
         ("retnet", {**FLA_SHAPE, "expand_v": 1.5}, "expand_v = 1.5: only whole numbers"),
         ("hgrn2", {**FLA_SHAPE, "use_lower_bound": False}, "use_lower_bound = False has no counterpart"),
         ("gla", {**FLA_SHAPE, "num_kv_heads": 2}, "num_kv_heads = 2 has no counterpart"),

@@ -32,6 +32,8 @@ def translate(config: Mapping[str, Any]) -> Foreign:
         "metala": metala,
         "gpt_neox": gpt_neox,
         "llama": llama,
+        "mistral": llama,
+        "qwen3": llama,
         **OF_FLA,
     }
     kind = str(config["model_type"])

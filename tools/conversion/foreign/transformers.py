@@ -1,4 +1,4 @@
-"""Import GPT-NeoX (Pythia) and Llama in the format of transformers, and this project's exports."""
+"""Import GPT-NeoX (Pythia), Llama, Mistral and Qwen3 in the format of transformers, and this project's exports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gpt_neox(config: Mapping[str, Any]) -> Foreign:
     Rotary embeddings pair channel i with channel i + n / 2 of the n rotated channels.
     """
     only(config, {"hidden_act": ("gelu",), "attention_bias": (True,)})
-    rope = _rope(config)
+    rope, yarn = _rope(config)
     heads = config["num_attention_heads"]
     rotary_pct = float(config.get("rotary_pct", rope.get("partial_rotary_factor", 0.25)))
     if (rotated := int(config["hidden_size"] // heads * rotary_pct)) % 2:
@@ -50,6 +50,7 @@ def gpt_neox(config: Mapping[str, Any]) -> Foreign:
                 "bias": True,
                 "rotary_pct": rotary_pct,
                 "rotary_base": float(config.get("rotary_emb_base", rope.get("rope_theta", 10000.0))),
+                **yarn,
             }
         },
         mlp="gelu",
@@ -82,12 +83,14 @@ def gpt_neox(config: Mapping[str, Any]) -> Foreign:
 
 
 def llama(config: Mapping[str, Any]) -> Foreign:
-    """Describe a Llama model (Touvron et al. 2023, arXiv 2302.13971). Rotary pairs channel i with i + head_dim / 2."""
+    """Describe a Llama (arXiv 2302.13971), Mistral (arXiv 2310.06825) or Qwen3 model (arXiv 2505.09388).
+
+    Rotary pairs channel i with i + head_dim / 2. Qwen3 has QK-norm.
+    """
     only(config, {"hidden_act": ("silu",), "pretraining_tp": (1,)})
-    rope = _rope(config)
+    rope, yarn = _rope(config)
     heads, size = config["num_attention_heads"], config["hidden_size"]
-    if config.get("head_dim") not in (None, size // heads):
-        raise ValueError(f"head_dim = {config['head_dim']}: here it is hidden_size / heads = {size // heads}")
+    qk_norm = config["model_type"] == "qwen3"
     bias = bool(config.get("attention_bias", False))
     mlp_bias = bool(config.get("mlp_bias", False))
     model = ModelConfig(
@@ -98,9 +101,13 @@ def llama(config: Mapping[str, Any]) -> Foreign:
         mixers=("attention",),
         mixer_options={
             "attention": {
+                "head_dim": config.get("head_dim") or (128 if qk_norm else None),
                 "num_kv_heads": config.get("num_key_value_heads") or heads,
                 "bias": bias,
                 "rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+                "qk_norm": qk_norm,
+                **yarn,
+                **_window(config),
             }
         },
         mlp="swiglu",
@@ -120,6 +127,8 @@ def llama(config: Mapping[str, Any]) -> Foreign:
             sources |= {
                 f"{ours}.mixer.{a}.{kind}": _one(f"{theirs}.self_attn.{b}.{kind}") for a, b in attention.items()
             }
+        if qk_norm:
+            sources |= {f"{ours}.mixer.{x}_norm_weight": _one(f"{theirs}.self_attn.{x}_norm.weight") for x in "qk"}
         for kind in ("weight", *(["bias"] if mlp_bias else [])):
             for name in ("gate_proj", "up_proj", "down_proj"):
                 sources[f"{ours}.mlp.{name}.{kind}"] = _one(f"{theirs}.mlp.{name}.{kind}")
@@ -128,15 +137,37 @@ def llama(config: Mapping[str, Any]) -> Foreign:
     return Foreign(model, sources, (r"rotary_emb\.inv_freq$", *_tied(model, "lm_head.weight")))
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary settings: in transformers 5 rope_parameters, in earlier versions rope_scaling."""
+def _rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Return the rotary settings, in transformers 5 rope_parameters, in earlier versions rope_scaling, and the keys of YaRN."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    if kind not in ("default", "yarn"):
         raise ValueError(
-            f"rope_type = {kind!r} has no counterpart here; allowed is 'default': other wavelengths differ"
+            f"rope_type = {kind!r} has no counterpart here; allowed are 'default' and 'yarn': other wavelengths differ"
         )
-    return rope
+    if kind == "default":
+        return rope, {}
+    only(rope, {"mscale": (None, 0), "mscale_all_dim": (None, 0), "truncate": (True,)})
+    given = {name: rope.get(name) for name in ("beta_fast", "beta_slow", "attention_factor")}
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    return rope, {
+        "yarn_factor": float(rope["factor"]),
+        "yarn_original_length": original,
+        **{f"yarn_{name}": float(value) for name, value in given.items() if value is not None},
+    }
+
+
+def _window(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a sliding window: `layer_types` names its layers, or else those from `max_window_layers` on."""
+    window, count = config.get("sliding_window"), config["num_hidden_layers"]
+    if window is None or not config.get("use_sliding_window", True):
+        return {}
+    first = config.get("max_window_layers", 0)
+    kinds = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (count - first)
+    for kind in kinds:
+        only({"layer_types": kind}, {"layer_types": ("full_attention", "sliding_attention")})
+    full = [layer for layer in range(count) if kinds[layer] == "full_attention"]
+    return {} if len(full) == count else {"window": window, "full_layers": full}
 
 
 def _of_fused(fused: Tensor, part: int, heads: int) -> Tensor:
