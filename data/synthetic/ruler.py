@@ -107,7 +107,7 @@ def make_example(
     depth: float | None = None,
     answer_tokens: int = 0,
 ) -> RulerExample:
-    """Return the largest example of a task that fits into `length` tokens with its answer.
+    """Return an example of a task that fills `length` tokens with its answer, up to about one sentence or word.
 
     The arguments determine the example. Needles in noise and prose do not depend on the length. Examples with the same
     haystack begin with the same text.
@@ -149,14 +149,14 @@ def make_example(
 
 
 def _most_units(tokens: Callable[[int], int], least: int, length: int) -> int:
-    """Return the largest number of units with tokens(units) <= length, found by interpolation.
+    """Return a number of units with tokens(units) <= length, and less room than an average unit, found by interpolation.
 
     least: tokens(1), which fits. Every call of `tokens` tokenizes a text, so that few are made.
     """
     low, low_tokens = 1, least
     high: int | None = None
     slope = 0.0
-    while high is None or high - low > 1:
+    while (high is None or high - low > 1) and not length - low_tokens < slope:
         units = low + (max(1, int((length - low_tokens) / slope)) if slope else 16)
         if high is not None:
             units = min(units, high - 1)
