@@ -11,11 +11,13 @@ the same bits with every scale, unless the number is below 2^-13 of the row's la
 therefore the same numbers, except that those small ones may differ by 2^-16 of the largest. So no rank exchanges a scale, and
 every layout computes the same matmul.
 
-On CUDA `torch._scaled_mm` multiplies. Elsewhere the operands are dequantised and multiplied in float32, which is the reference.
+On CUDA `torch._scaled_mm` multiplies, and Triton kernels quantise (`kernels.py`). On a CPU the operands are dequantised and
+multiplied in float32, which is the reference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 16  # `torch._scaled_mm` takes widths that are multiples of it
+_EXPONENTS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # of the largest number, 1.75 * 2^exponent
 _SMALLEST = 2.0**-100  # smaller rows count as this: the reciprocal of a scale stays finite
 
 
@@ -48,9 +51,16 @@ class Quantized(NamedTuple):
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Quantized:
-    """Return x [rows, columns] with one scale per row. A row that is not finite gets a NaN."""
-    scale = _scale(x.abs().amax(1, keepdim=True), dtype)
-    return Quantized((x.float() * scale.reciprocal()).to(dtype), scale)
+    """Return x [rows, columns] with one scale per row. A row that is not finite becomes NaN."""
+    if x.is_cpu:
+        scale = _scale(x.abs().amax(1, keepdim=True), dtype)
+        return Quantized((x.float() * scale.reciprocal()).to(dtype), scale)
+    quantized = _empty(x, x.shape, dtype)
+    if x.is_cuda:
+        from megatron_lite.fp8 import kernels
+
+        kernels.quantize_rows(_with_unit_stride(x), *quantized, _EXPONENTS[dtype])
+    return quantized
 
 
 def quantize_columns(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Quantized:
@@ -59,9 +69,17 @@ def quantize_columns(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Qua
     Hopper's FP8 matmuls read both operands along the sum, so the weight gradient needs transposed copies. Zeros fill the rows
     of x up to a multiple of 16.
     """
-    scale = _scale(x.abs().amax(0), dtype)
-    data = F.pad((x.float() * scale.reciprocal()).to(dtype).t(), (0, -len(x) % ALIGNMENT))
-    return Quantized(data.contiguous(), scale.unsqueeze(1))
+    padding = -len(x) % ALIGNMENT
+    if x.is_cpu:
+        scale = _scale(x.abs().amax(0), dtype)
+        data = F.pad((x.float() * scale.reciprocal()).to(dtype).t(), (0, padding))
+        return Quantized(data.contiguous(), scale.unsqueeze(1))
+    quantized = _empty(x, (x.shape[1], len(x) + padding), dtype)
+    if x.is_cuda:
+        from megatron_lite.fp8 import kernels
+
+        kernels.quantize_columns(_with_unit_stride(x), *quantized, _EXPONENTS[dtype])
+    return quantized
 
 
 def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -99,6 +117,16 @@ def weight_gradient(recipe: Recipe, gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the smallest powers of two, float32, that bring `largest` into the range of `dtype`."""
-    bits = (largest.float().clamp(min=_SMALLEST) / torch.finfo(dtype).max).view(torch.int32)
-    return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+    """Return the smallest powers of two, float32, that bring `largest` into the range of `dtype`; NaN if it is not finite."""
+    bits = largest.float().clamp(min=_SMALLEST).view(torch.int32)
+    # A mantissa above 1.75 carries into the exponent.
+    power = ((bits + 0x1FFFFF) & 0x7F800000) - (_EXPONENTS[dtype] << 23)
+    return power.view(torch.float32).where(largest.isfinite(), torch.nan)
+
+
+def _empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Quantized:
+    return Quantized(x.new_empty(shape, dtype=dtype), x.new_empty((shape[0], 1), dtype=torch.float32))
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
