@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             quality=options.quality,
             languages=tuple(sorted(set(options.languages))),
             near_duplicates=options.near_duplicates,
+            exclude_sources=tuple(sorted(set(options.exclude_sources))),
             shingle_words=options.shingle_words if options.near_duplicates else Filters.shingle_words,
         ),
     )
@@ -199,6 +200,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="A,B",
         help="keep documents in these languages, such as en,de; zxx is text without a language, such as code",
+    )
+    add(
+        "--exclude-sources",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="leave out documents of these sources (--source-key); a name that no document has is refused",
     )
     add("--ftfy", action="store_true", help="repair mis-decoded text with the package ftfy")
     add = parser.add_argument_group("tokenizer").add_argument

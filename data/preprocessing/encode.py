@@ -107,7 +107,7 @@ def encode_block(block: Block, key: str, settings: PreprocessingSettings, tokeni
         if len(document.text) < settings.min_characters:
             skipped["short"] += 1
             continue
-        if problem := problem_of(document.text):
+        if problem := problem_of(document):
             skipped[problem] += 1
             continue
         documents.append(document)

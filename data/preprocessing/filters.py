@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..corpus.ngrams import ngram_hashes
+from ..corpus.readers import Document
 
 if TYPE_CHECKING:
     from .encode import PreprocessingSettings
@@ -36,13 +37,14 @@ class Filters:
 
     quality: apply `quality_problem`. languages: ISO 639 codes of the languages to keep; () keeps all.
     near_duplicates: skip a document whose word n-grams have at least this Jaccard similarity with those of a kept one.
-    shingle_words: words per n-gram.
+    shingle_words: words per n-gram. exclude_sources: sources to leave out; each must occur.
     """
 
     quality: bool = False
     languages: tuple[str, ...] = ()
     near_duplicates: float | None = None
     shingle_words: int = 5
+    exclude_sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         threshold = self.near_duplicates
@@ -57,15 +59,23 @@ class Filters:
             )
 
 
-def document_filter(filters: Filters) -> Callable[[str], str | None]:
-    """Return a function that names the rule by which a text is skipped, or None to keep it."""
+def document_filter(filters: Filters) -> Callable[[Document], str | None]:
+    """Return a function that names the rule by which a document is skipped, or None to keep it."""
 
-    def reason(text: str) -> str | None:
+    def reason(document: Document) -> str | None:
+        text = document.text
+        if document.source in filters.exclude_sources:
+            return excluded(document.source)
         if filters.languages and _identifier().classify(text[:_LANGUAGE_SAMPLE])[0] not in filters.languages:
             return "language"
         return quality_problem(text) if filters.quality else None
 
     return reason
+
+
+def excluded(source: str | None) -> str:
+    """Return the reason under which documents of an excluded source are counted."""
+    return f"source {source}"
 
 
 def quality_problem(text: str) -> str | None:

@@ -21,7 +21,7 @@ from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from ..manifest import describe_tokenizer, manifest_path, write_manifest
 from ..tokenizer import Tokenizer, padded_vocab_size
 from .encode import Encoded, PreprocessingSettings
-from .filters import DuplicateIndex
+from .filters import DuplicateIndex, excluded
 
 
 class Output:
@@ -198,6 +198,7 @@ def join_shards(
         raise ValueError(
             f"the input holds no text: {files[0].path} and {len(files) - 1} more files ({why}). Check the text key (--jsonl-keys)"
         )
+    _check_excluded(settings.filters.exclude_sources, skipped, every)
     manifests = {}
     for index, name in enumerate(settings.names()):
         by_file = [sum(report["documents"][index] for report in of_file) for of_file in reports]
@@ -229,6 +230,7 @@ def join_shards(
                 "ftfy": settings.ftfy,
                 **asdict(settings.filters),
                 "languages": ",".join(settings.filters.languages) or "all",
+                "exclude_sources": ", ".join(settings.filters.exclude_sources) or "none",
             },
             "tokenizer": describe_tokenizer(tokenizer, prefix.parent),
             "padded_vocab_size": padded_vocab_size(tokenizer.vocab_size),
@@ -237,6 +239,19 @@ def join_shards(
         }
         write_manifest(prefix, manifests[name])
     return manifests
+
+
+def _check_excluded(names: Sequence[str], skipped: Counter[str], reports: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError for an excluded source that no document has."""
+    missing = [name for name in names if not skipped[excluded(name)]]
+    if missing:
+        documents = sum(sum(report["documents"]) for report in reports) + skipped.total()
+        kept = {name for report in reports for sources in report["sources"] for name in sources}
+        known = sorted(kept | (set(names) - set(missing)))
+        raise ValueError(
+            f"--exclude-sources {', '.join(map(repr, missing))}: 0 of {documents:,} documents have this source; allowed are"
+            f" {', '.join(map(repr, known))}"
+        )
 
 
 def input_records(files: Sequence[SourceFile], reports: Sequence[list[dict[str, Any]]]) -> dict[str, Record]:

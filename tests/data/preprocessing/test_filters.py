@@ -1,12 +1,14 @@
 """Filters of a corpus: near duplicates, quality, language; and the data card that counts what they remove."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data.corpus.discovery import source_files
 from data.corpus.ngrams import ngram_hashes
+from data.corpus.readers import Document
 from data.indexed import IndexedTokens
 from data.manifest import read_manifest
 from data.preprocessing import filters as module
@@ -98,8 +100,30 @@ def test_quality_rules(text, problem):
 def test_language_filter_keeps_the_given_languages():
     english, german = PROSE * 2, "Das alte Haus stand am Ende einer Straße, die nur wenige Menschen benutzten. " * 2
     keep = document_filter(Filters(languages=("en",)))
-    assert (keep(english), keep(german)) == (None, "language")
-    assert document_filter(Filters(languages=("de", "en")))(german) is None
+    assert [keep(Document(text, Path())) for text in (english, german)] == [None, "language"]
+    assert document_filter(Filters(languages=("de", "en")))(Document(german, Path())) is None
+
+
+def test_excluded_sources_are_left_out_and_must_occur(tmp_path, inline, capsys):
+    path = write(
+        tmp_path / "x.jsonl", [{"text": f"t{n}", "meta": {"pile_set_name": "a b c"[2 * (n % 3)]}} for n in range(9)]
+    )
+    words = [
+        "--input",
+        str(path),
+        "--tokenizer-type",
+        "bytes",
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--no-progress",
+    ]
+    assert main([*words, "--exclude-sources", "a", "c"]) == 0
+    assert "skipped: 3 source a, 3 source c" in capsys.readouterr().out
+    assert decoded(tmp_path / "out_text_document") == ["t1", "t4", "t7"]
+    assert main([*words, "--overwrite", "--exclude-sources", "a", "d"]) == 2
+    assert (
+        "--exclude-sources 'd': 0 of 9 documents have this source; allowed are 'a', 'b', 'c'" in capsys.readouterr().err
+    )
 
 
 def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
