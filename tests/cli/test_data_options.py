@@ -82,6 +82,15 @@ def test_resumed_run_on_a_blend_with_all_data_options_equals_the_uninterrupted_o
     assert f"test loss {test['loss']:.4f} nats/token" in capsys.readouterr().out
 
 
+def test_filter_that_leaves_no_document_is_refused_by_a_dry_run_and_by_a_start(arguments, files, capsys, monkeypatch):
+    monkeypatch.setattr("tools.planning.dry_run._time_layers", lambda *_: None)
+    changes = {"data.corpus": "null", "data.train": files["web"], "data.blend": "{min_tokens: [5000]}"}
+    for more in (["--dry-run"], []):
+        assert train.main([*arguments(**changes), *more]) == 2
+        error = capsys.readouterr().err
+        assert f"data.blend.min_tokens = 5000: the longest document of {files['web']} has " in error
+
+
 def test_loss_per_source_covers_all_steps_since_the_last_line_after_a_resume(arguments, files, tmp_path):
     changes = {
         "data.corpus": "null",

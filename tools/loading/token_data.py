@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.corpus.discovery import source_files
+from data.datasets.sample_index import selected_sequences
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, read_manifest
 from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
@@ -111,9 +112,11 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
 
 
 def check_data(data: DataConfig, vocab_size: int, sequence_length: int) -> None:
-    """Raise as `prepared_data` and `check_sequence_length`, without the preparation of a corpus."""
+    """Raise as `prepared_data`, `check_sequence_length` and `selected_sequences`, without the preparation of a corpus."""
     if data.corpus is None:
         check_sequence_length(prepared_data(data, vocab_size), sequence_length)
+        for prefix, min_tokens in zip(data.train_files, data.blend.min_tokens or (), strict=False):
+            selected_sequences(IndexedTokens(prefix), min_tokens)
         return
     source_files(data.corpus)
     if data.tokenizer.path is not None or data.tokenizer.type == "bytes":
