@@ -12,16 +12,19 @@ from tools.inference.cuda_graph import graphed_step
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def model(mixers: tuple[str, ...]) -> LanguageModel:
-    config = ModelConfig(vocab_size=512, num_layers=2, hidden_size=256, num_heads=2, mixers=mixers)
+def model(mixers: tuple[str, ...], window: int | None = None) -> LanguageModel:
+    options = {"attention": {"window": window}} if window else {}
+    config = ModelConfig(512, num_layers=2, hidden_size=256, num_heads=2, mixers=mixers, mixer_options=options)
     with torch.device("cuda"):
         return LanguageModel(config, seed=0).to(torch.bfloat16).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("mixers", [("metala",), ("retnet", "hgrn2")])
+@pytest.mark.parametrize(
+    ("mixers", "window"), [(("metala",), None), (("retnet", "hgrn2"), None), (("gated_delta_net", "attention"), 64)]
+)
 @torch.inference_mode()
-def test_graphed_decoding_equals_eager_decoding(mixers):
-    lm = model(mixers)
+def test_graphed_decoding_equals_eager_decoding(mixers, window):
+    lm = model(mixers, window)
     prompt = torch.randint(0, 512, (4, 100), device="cuda")
     logits, state = lm(prompt, return_state=True)
     step = graphed_step(lm, state, 4)

@@ -18,7 +18,8 @@ def graphed_step(model: Any, state: State, batch: int) -> Callable[[Tensor], Ten
 
     Args:
         model: `LanguageModel` or the Hugging Face model, on CUDA, in evaluation mode.
-        state: the state after a forward pass over the prompt, of constant shapes (no attention layers).
+        state: the state after a forward pass over the prompt, of constant shapes. Attention layers
+            need a window.
 
     Raises:
         ValueError: the state grows with the text.

@@ -1,6 +1,6 @@
 """Decode recurrently: read the prompt once, then compute each token from a state of constant size.
 
-The state of attention layers is a cache of all tokens, which grows.
+The state of attention layers is a cache of all tokens, which grows, or of a window.
 """
 
 from __future__ import annotations
