@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.signedinteger[Any]]
+Ids = NDArray[np.integer[Any]]
 
 # Label of a position that does not count in the loss.
 UNLABELLED = -100

@@ -38,7 +38,8 @@ def evaluation_parser() -> argparse.ArgumentParser:
         type=words,
         default=[],
         metavar="A,B",
-        help="superglue, commonsense, needle, ruler, or a YAML file; mqar, mad, listops (no checkpoint: --suite mqar --help)",
+        help="superglue, commonsense, needle, ruler, or a YAML file; mqar, mad, listops, lra (no checkpoint: "
+        "--suite mqar --help)",
     )
     suites.add_argument(
         "--tasks",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from data.synthetic.examples import UNLABELLED, Examples
-from data.synthetic.listops import TOKENS, listops
 from data.synthetic.mad import TASKS
 from data.synthetic.mqar import mqar
 
+from .classification import make_examples
 from .experiment import Run
 
 Batch = tuple[Tensor, Tensor | None, Tensor]
@@ -35,7 +35,7 @@ def prepare(run: Run, device: torch.device) -> tuple[DeviceExamples, ...]:
 
 def check_data(run: Run) -> None:
     """Generate one example per set. Raises ValueError for an invalid number of examples or generator argument."""
-    counts = ["train_examples", "test_examples", *(["validation_examples"] if run.suite == "listops" else [])]
+    counts = ["train_examples", "test_examples", *(["validation_examples"] if run.classifies else [])]
     for key in [*counts, "vocabulary"]:
         value = run.data.get(key)
         if not isinstance(value, int | float) or value != int(value) or value < 1:
@@ -57,20 +57,17 @@ def data_key(run: Run) -> tuple[Any, ...]:
 
 
 def generate(run: Run) -> tuple[Examples, ...]:
-    """Generate the training and test examples of a run; for ListOps training, validation and test examples.
+    """Return the training and test examples of a run; if it classifies, training, validation and test examples.
 
-    Raises what the task's generator raises, and TypeError for an argument that the generator does not have.
+    Raises what the task's generator or reader raises, and TypeError for an argument that it does not have.
     """
+    if run.classifies:
+        return make_examples(run)
     data: dict[str, Any] = {key: value for key, value in run.data.items() if not key.endswith("_examples")}
     counts = (int(run.data["train_examples"]), int(run.data["test_examples"]))
     if run.suite == "mqar":
         train, test = (mqar(n, run.length, seed=[run.seed, i], **data) for i, n in enumerate(counts))
         return train, test
-    if run.suite == "listops":
-        if (vocabulary := data.pop("vocabulary")) != len(TOKENS):
-            raise ValueError(f"vocabulary = {vocabulary}: this task needs {len(TOKENS)}, its number of token ids")
-        counts = (counts[0], int(run.data["validation_examples"]), counts[1])
-        return tuple(listops(n, run.length, seed=[run.seed, i], **data) for i, n in enumerate(counts))
     task = run.task.partition("/")[0]
     if task == "memorization":
         data["table_seed"] = run.seed

@@ -1,4 +1,4 @@
-"""`python eval.py --suite mqar`, `--suite mad` and `--suite listops`."""
+"""`python eval.py --suite mqar`, `--suite mad`, `--suite listops` and `--suite lra`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # --help answers at once
     from .results import Line, Results
     from .workers import Group
 
-NAMES = ("mqar", "mad", "listops")
+NAMES = ("mqar", "mad", "listops", "lra")
 
 EPILOG = """\
 examples:
@@ -29,6 +29,7 @@ examples:
   python eval.py --suite mad models=[metala]               six tasks, 66 settings, six runs per setting
   python eval.py --suite mad tasks=[memorization,compression/baseline]
   python eval.py --suite listops                           nested operations on digits, 2000 tokens, ten classes
+  python eval.py --suite lra tasks=[text,image] models=[metala,lion_s]        Long Range Arena
   python eval.py --suite mqar --report                     tables and figures of the finished runs
 
 Each run writes one line to OUTPUT/results.jsonl. A run whose settings are already in this file is not run again. A sweep
@@ -142,13 +143,13 @@ def _train(
 
 
 def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
-    """Check the first setting of each model (in MAD: of each model and task) and print one row per check."""
+    """Check the first setting of each model (in MAD and LRA: of each model and task) and print one row per check."""
     from .experiment import sweeps
     from .preflight import check_sweeps
 
     chosen: dict[tuple[str, str], list[Run]] = {}
     for sweep in sweeps(runs):
-        kind = sweep[0].task.partition("/")[0] if experiment.suite == "mad" else ""
+        kind = sweep[0].task.partition("/")[0] if experiment.suite in ("mad", "lra") else ""
         chosen.setdefault((kind, sweep[0].model), sweep)
     group_size = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
     header = ["task", "model", "width", "runs", "one by one ms", "together ms", "seconds to prepare", "GiB", "loss"]
@@ -168,7 +169,7 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
 
     from .experiment import sweeps
     from .learning_curves import draw_curves
-    from .report import cells_of, figure, mad_scores, markdown
+    from .report import cells_of, figure, lra_scores, mad_scores, markdown
 
     grouped = sweeps(runs)
     cells = cells_of(grouped, results)
@@ -177,6 +178,8 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
         return
     if experiment.suite == "mad":
         cells = mad_scores(experiment, cells, grouped)
+    elif experiment.suite == "lra":
+        cells = lra_scores(experiment, cells)
     text = markdown(experiment, cells)
     target = results.path.with_suffix(".md")
     write_text(target, text)
@@ -185,7 +188,7 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
         draw_curves(experiment, grouped, results, written[-1])
     else:
         figure(experiment, cells, written[-1])
-    if experiment.suite == "mqar":
+    if experiment.suite in ("mqar", "lra"):
         written.append(results.path.with_name("courses.png"))
         draw_curves(experiment, grouped, results, written[-1])
     print("\n".join(["", text, *map(str, written)]))
@@ -235,7 +238,8 @@ def _parser(suite: str) -> argparse.ArgumentParser:
     parser = command_line(
         f"python eval.py --suite {suite}",
         "Train small models on generated tasks to measure what their mixers store and retrieve. mqar: "
-        "multi-query associative recall. mad: six tasks of token manipulation. listops: nested operations on digits.",
+        "multi-query associative recall. mad: six tasks of token manipulation. listops: nested operations on digits. "
+        "lra: the six tasks of Long Range Arena.",
         EPILOG,
     )
     parser.add_argument(

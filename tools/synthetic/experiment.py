@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_lite.config.files import CONFIGS
+from megatron_lite.config.files import CONFIGS, ConfigError
 from models.options import nearest_names
 from tools.cli.yaml_file import read_as
 
 FOLDER = CONFIGS / "experiments"
 
 
+_CLASSIFYING = ("listops", "lra")
 Positive = Annotated[int, Field(ge=1)]
 FromZero = Annotated[float, Field(ge=0)]
 
@@ -50,6 +51,21 @@ class MadTask(_Section):
     changes: dict[str, tuple[int | float, ...]] = Field(default_factory=dict)
 
 
+class TaskSettings(_Section):
+    """Hold the values of one task that replace those of the experiment; the mappings add to those of the experiment."""
+
+    widths: tuple[int, ...] | None = None
+    lrs: tuple[FromZero, ...] | None = None
+    weight_decays: tuple[FromZero, ...] | None = None
+    epochs: int | None = Field(default=None, ge=1)
+    evaluate_every: int | None = Field(default=None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)
+    warmup_steps: int | None = Field(default=None, ge=0)
+    data: dict[str, Any] = Field(default_factory=dict)
+    network: dict[str, Any] = Field(default_factory=dict)
+    definitions: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
 class PaperRow(_Section):
     """Hold a published accuracy in percent; `width` is given if the task has several widths."""
 
@@ -69,7 +85,7 @@ class Paper(_Section):
 class Experiment(_Section):
     """Hold an experiment file; configs/experiments/*.yml explain each key."""
 
-    suite: Literal["mqar", "mad", "listops"]
+    suite: Literal["mqar", "mad", "listops", "lra"]
     title: str
     output: Path
     tasks: tuple[str, ...]
@@ -92,6 +108,7 @@ class Experiment(_Section):
     data: dict[str, Any] = Field(default_factory=dict)
     only: dict[str, Only] = Field(default_factory=dict)
     mad: dict[str, MadTask] = Field(default_factory=dict)
+    settings: dict[str, TaskSettings] = Field(default_factory=dict)
     network: dict[str, Any]
     definitions: dict[str, dict[str, Any]]
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -100,6 +117,20 @@ class Experiment(_Section):
     side_by_side: int | None = Field(default=None, ge=1)
     graph: bool = True
     paper: Paper = Paper()
+
+    @property
+    def classifies(self) -> bool:
+        """Return whether the tasks classify whole sequences, with a validation set apart from the test."""
+        return self.suite in _CLASSIFYING
+
+    def of_task(self, name: str) -> Experiment:
+        """Return the experiment with the settings of one task."""
+        task = self.settings.get(name, TaskSettings())
+        update: dict[str, Any] = {}
+        for key in TaskSettings.model_fields:
+            if (value := getattr(task, key)) is not None:
+                update[key] = {**getattr(self, key), **value} if isinstance(value, dict) else value
+        return self.model_copy(update=update)
 
 
 @dataclass(frozen=True)
@@ -132,6 +163,11 @@ class Run:
     scored: str = "last"
     schedule: str = "cosine"
     drop_last: bool = True
+
+    @property
+    def classifies(self) -> bool:
+        """Return whether the task classifies whole sequences."""
+        return self.suite in _CLASSIFYING
 
     @cached_property
     def id(self) -> str:
@@ -167,7 +203,14 @@ class Run:
 
 def load_experiment(suite: str, overrides: Sequence[str] = (), path: Path | None = None) -> Experiment:
     """Read configs/experiments/<suite>.yml, or `path`, with `key=value` overrides. Raises ConfigError listing all errors."""
-    return read_as(Experiment, path or FOLDER / f"{suite}.yml", overrides, suite=suite)
+    experiment = read_as(Experiment, path or FOLDER / f"{suite}.yml", overrides, suite=suite)
+    for word in overrides:
+        key, _, below = word.partition("=")[0].partition(".")
+        for task in experiment.tasks:
+            value = getattr(experiment.settings.get(task), key, None)
+            if value is not None and (not below or below in value):
+                raise ConfigError([f"{word}: settings.{task} replaces this key; override settings.{task}.{word}"])
+    return experiment
 
 
 def plan(experiment: Experiment, precision: str) -> list[Run]:
@@ -175,47 +218,9 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
 
     precision: "bf16" or "fp32", in which the models compute. Raises ValueError for an invalid value or an empty grid.
     """
-    for model in experiment.models:
-        if model not in experiment.definitions:
-            raise ValueError(
-                f"models: {model!r} is not in `definitions`; {nearest_names(model, experiment.definitions)}"
-            )
     runs = []
     for name in experiment.tasks:
-        for task, length, data in _settings_of(experiment, name):
-            only = experiment.only.get(name, Only())
-            models = [m for m in experiment.models if only.models is None or m in only.models]
-            widths = [w for w in experiment.widths if only.widths is None or w in only.widths]
-            for model, width, seed in product(models, widths, experiment.seeds):
-                more = experiment.more_lrs
-                extra = more.lrs if name in more.tasks and model in more.models else ()
-                rates = sorted({*experiment.lrs, *extra})
-                for lr, decay in product(rates, experiment.weight_decays):
-                    runs.append(
-                        Run(
-                            suite=experiment.suite,
-                            task=task,
-                            model=model,
-                            width=width,
-                            lr=lr,
-                            weight_decay=decay,
-                            seed=seed,
-                            length=length,
-                            epochs=experiment.epochs,
-                            evaluate_every=experiment.evaluate_every,
-                            target=experiment.target,
-                            batch_size=_batch_size(experiment, length),
-                            min_lr=experiment.min_lr,
-                            decayed=experiment.decayed,
-                            precision=precision,
-                            data=data,
-                            network={**experiment.network, **experiment.definitions[model]},
-                            warmup_steps=experiment.warmup_steps,
-                            scored=experiment.scored,
-                            schedule=experiment.schedule,
-                            drop_last=experiment.drop_last,
-                        )
-                    )
+        runs += _runs_of_task(experiment.of_task(name), name, precision)
     if not runs:
         raise ValueError(
             f"no run remains of tasks = {list(experiment.tasks)}, models = {list(experiment.models)}, widths = "
@@ -223,6 +228,51 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
             f"{ {name: only.model_dump(exclude_none=True) for name, only in experiment.only.items()} }"
         )
     return list({run.id: run for run in runs}.values())
+
+
+def _runs_of_task(experiment: Experiment, name: str, precision: str) -> list[Run]:
+    """Return the runs of a task, or of all settings of a MAD task."""
+    for model in experiment.models:
+        if model not in experiment.definitions:
+            raise ValueError(
+                f"models: {model!r} is not in `definitions`; {nearest_names(model, experiment.definitions)}"
+            )
+    runs = []
+    for task, length, data in _settings_of(experiment, name):
+        only = experiment.only.get(name, Only())
+        models = [m for m in experiment.models if only.models is None or m in only.models]
+        widths = [w for w in experiment.widths if only.widths is None or w in only.widths]
+        for model, width, seed in product(models, widths, experiment.seeds):
+            more = experiment.more_lrs
+            extra = more.lrs if name in more.tasks and model in more.models else ()
+            rates = sorted({*experiment.lrs, *extra})
+            for lr, decay in product(rates, experiment.weight_decays):
+                runs.append(
+                    Run(
+                        suite=experiment.suite,
+                        task=task,
+                        model=model,
+                        width=width,
+                        lr=lr,
+                        weight_decay=decay,
+                        seed=seed,
+                        length=length,
+                        epochs=experiment.epochs,
+                        evaluate_every=experiment.evaluate_every,
+                        target=experiment.target,
+                        batch_size=_batch_size(experiment, length),
+                        min_lr=experiment.min_lr,
+                        decayed=experiment.decayed,
+                        precision=precision,
+                        data=data,
+                        network={**experiment.network, **experiment.definitions[model]},
+                        warmup_steps=experiment.warmup_steps,
+                        scored=experiment.scored,
+                        schedule=experiment.schedule,
+                        drop_last=experiment.drop_last,
+                    )
+                )
+    return runs
 
 
 def sweeps(runs: Iterable[Run]) -> list[list[Run]]:
@@ -237,10 +287,15 @@ def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict
         if not (length.isdecimal() and pairs.isdecimal()):
             raise ValueError(f"tasks: {name!r}: allowed is LENGTHxPAIRS, for example 256x16")
         return [(name, int(length), {**experiment.data, "pairs": int(pairs)})]
-    if experiment.suite == "listops":
-        if name != "listops":
+    if experiment.classifies:
+        from .classification import check_task
+
+        if experiment.suite == "listops" and name != "listops":
             raise ValueError(f"tasks: {name!r} is unknown; the only task of the suite listops is listops")
+        check_task(name)
         data = dict(experiment.data)
+        if "length" not in data:
+            raise ValueError(f"settings.{name}.data.length is missing: the tokens per example are required")
         return [(name, int(data.pop("length")), data)]
     base, _, setting = name.partition("/")
     if base not in experiment.mad:

@@ -24,7 +24,9 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         lines = results.of(sweep)
         if lines:
             best = max(lines, key=lambda line: line["accuracy"])
-            panel = panels_data.setdefault((sweep[0].width, sweep[0].task), {})
+            # Each task of Long Range Arena has its width.
+            width = 0 if experiment.suite == "lra" else sweep[0].width
+            panel = panels_data.setdefault((width, sweep[0].task), {})
             panel.setdefault(sweep[0].model, []).append(best["history"])
     models = [model for model in experiment.models if any(model in histories for histories in panels_data.values())]
     widths, tasks = sorted({width for width, _ in panels_data}), list(dict.fromkeys(task for _, task in panels_data))
@@ -36,8 +38,9 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
                     _draw_model(axes, runs, experiment, models.index(model), model.replace("_", " "))
                 length, _, pairs = task.partition("x")
                 title = f"length {length}, {pairs} pairs" if pairs else experiment.title
+                title = task.replace("_", " ") if experiment.suite == "lra" else title
                 axes.set(title=title + (f", d = {width}" if len(widths) > 1 else ""))
-        split = "validation" if experiment.suite == "listops" else "test"
+        split = "validation" if experiment.classifies else "test"
         figure.supylabel(f"{split} accuracy, percent", fontsize="medium")
         for axes in panels[-1]:
             axes.set_xlabel("epoch")

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.synthetic.listops import CLASSES
 from megatron_lite.parallel.fused_projections import fuse_projections
 from models.operators.cross_entropy import IGNORED_LABEL
 
+from .classification import TASKS
 from .experiment import Run
 from .network import Classifier, Network
 
@@ -84,7 +84,9 @@ class ModelRun:
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run = run
-        network = Classifier(run, CLASSES) if run.suite == "listops" else Network(run)
+        network = (
+            Classifier(run, TASKS[run.task].classes, pairs=TASKS[run.task].pairs) if run.classifies else Network(run)
+        )
         self.network: Network | Classifier = network.to(device)
         self.dropout_generator: torch.Generator | None = None
         if network.embedding_dropout or network.attention_dropout:

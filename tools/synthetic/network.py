@@ -27,9 +27,9 @@ from .experiment import Run
 # Initialization of matrices. model: by the keys `init_method` and `output_init_method`. mad_lab: see `_init_as_mad_lab`;
 # mad_lab_gla: the mixers as in MAD-Lab's gated linear attention. pytorch: PyTorch's defaults, as in code for Long Range Arena.
 FIRST_WEIGHTS = ("model", "mad_lab", "mad_lab_gla")
-FIRST_WEIGHTS_LISTOPS = ("model", "pytorch")
-# Dropout probabilities: of the elements of embeddings and of the weights of softmax attention.
-DROPOUTS = ("embedding_dropout", "attention_dropout")
+CLASSIFIER_FIRST_WEIGHTS = ("model", "pytorch")
+# Dropout probabilities: of the elements of embeddings, the weights of softmax attention, and the outputs of mixers and MLPs.
+DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 # Keys of `network` and `definitions`: those of `model` that a run does not set itself, and those of this module.
 KEYS = (
     *(key.name for key in fields(ModelConfig) if key.name not in ("vocab_size", "hidden_size", "max_positions")),
@@ -43,21 +43,20 @@ def model_config(run: Run) -> ModelConfig:
     for key in keys:
         if key not in KEYS:
             raise ValueError(f"definitions.{run.model} or network: {key} is an unknown key; {nearest_names(key, KEYS)}")
-    listops = run.suite == "listops"
-    first, allowed = keys.pop("first_weights", "model"), FIRST_WEIGHTS_LISTOPS if listops else FIRST_WEIGHTS
+    first, allowed = keys.pop("first_weights", "model"), CLASSIFIER_FIRST_WEIGHTS if run.classifies else FIRST_WEIGHTS
     if first not in allowed:
         raise ValueError(
             f"definitions.{run.model} or network: first_weights = {first!r}: allowed are {', '.join(allowed)}"
         )
     for key in DROPOUTS:
         dropout = keys.pop(key, 0.0)
-        only_zero = listops and key == "attention_dropout"
+        only_zero = run.classifies and key == "attention_dropout"
         if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and only_zero):
             values = "allowed is only 0 in this suite" if only_zero else "allowed are numbers >= 0 and < 1"
             raise ValueError(f"definitions.{run.model} or network: {key} = {dropout!r}: {values}")
-    if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and listops):
+    if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and run.classifies):
         raise ValueError(
-            f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, in listops only false"
+            f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, for a classifier only false"
         )
     if not isinstance(fp32_residual := keys.pop("fp32_residual_connection", False), bool):
         raise ValueError(
@@ -65,7 +64,7 @@ def model_config(run: Run) -> ModelConfig:
             "allowed are true and false"
         )
     if without_mlp(run):
-        if listops:
+        if run.classifies:
             raise ValueError(
                 f"definitions.{run.model} or network: mlp = 'identity': allowed only in the suites mqar and mad"
             )
@@ -80,7 +79,7 @@ def model_config(run: Run) -> ModelConfig:
         keys["num_heads"] = max(1, run.width // head_dim)
     if keys.get("positions") == "learned":
         keys["max_positions"] = run.length
-    if listops and keys.get("positions") == "sinusoidal":
+    if run.classifies and keys.get("positions") == "sinusoidal":
         del keys["positions"]
     try:
         return ModelConfig(vocab_size=int(run.data["vocabulary"]), hidden_size=run.width, **keys)
@@ -99,12 +98,16 @@ class WithDropout(nn.Module):
     Attributes:
         embedding_dropout: dropout probability of the embeddings' elements.
         attention_dropout: dropout probability of the weights of softmax attention.
+        residual_dropout: dropout probability of the outputs of mixers and MLPs.
         dropout_generator: random generator; None for PyTorch's default generator.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self.embedding_dropout, self.attention_dropout = (float(run.network.get(key, 0.0)) for key in DROPOUTS)
+        self.embedding_dropout, self.attention_dropout, self.residual_dropout = (
+            float(run.network.get(key, 0.0)) for key in DROPOUTS
+        )
+        self.fp32_residual_connection = bool(run.network.get("fp32_residual_connection"))
         self.dropout_generator: torch.Generator | None = None
         self._dropout_active = False
 
@@ -112,6 +115,25 @@ class WithDropout(nn.Module):
         if not (self._dropout_active and p):
             return x
         return x * torch.empty_like(x).bernoulli_(1 - p, generator=self.dropout_generator) / (1 - p)
+
+    def _through(self, blocks: Iterable[nn.Module], x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return x after the blocks.
+
+        With fp32_residual_connection (Megatron-LM's name) the residual stream and its norms are float32. The inputs of mixers
+        and MLPs, and the returned tensor, have x's dtype.
+        """
+        if not (self.fp32_residual_connection or self.residual_dropout):
+            for block in blocks:
+                x = block(x, mask=mask)
+            return x
+        input_dtype, p = x.dtype, self.residual_dropout
+        x = x.float() if self.fp32_residual_connection else x
+        for block in blocks:
+            normed, first = _norm_in_dtype_of(x, block.norm1), x
+            x = x + self._dropout(block.mixer(normed.to(input_dtype), mask=mask), p)
+            normed = _norm_in_dtype_of(first if block.parallel_residual else x, block.norm2)
+            x = x + self._dropout(block.mlp(normed.to(input_dtype)), p)
+        return x.to(input_dtype)
 
 
 class Network(WithDropout):
@@ -131,7 +153,6 @@ class Network(WithDropout):
                 block.mlp = _WithoutMLP()
         if run.network.get("head_bias"):
             self.model.head.bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self.fp32_residual_connection = bool(run.network.get("fp32_residual_connection"))
         for module in self.model.modules() if self.attention_dropout else ():
             if isinstance(module, Attention):
                 module.dot_product = self._attend
@@ -150,7 +171,7 @@ class Network(WithDropout):
         """
         self._dropout_active = dropout
         x = self._dropout(self.model.embedding(tokens), self.embedding_dropout)
-        x = _through(self.model.blocks, x, fp32_residual_connection=self.fp32_residual_connection)
+        x = self._through(self.model.blocks, x)
         if self.decoder is not None:
             x = self.decoder(x[:, -1])
         return x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
@@ -187,11 +208,12 @@ class Network(WithDropout):
 class Classifier(WithDropout):
     """Classify a whole sequence: a norm, the mean over the tokens of the last block's output, and a projection.
 
+    With `pairs` the two halves of a row are two texts; the classifier reads both means, their difference and their product.
     `positions` is ignored. The largest token id is padding. With `positions: sinusoidal` fixed sines and cosines are added
     to the embeddings.
     """
 
-    def __init__(self, run: Run, classes: int) -> None:
+    def __init__(self, run: Run, classes: int, *, pairs: bool = False) -> None:
         config = model_config(run)
         super().__init__(run)
         specs = layer_specs(config)[:-1]
@@ -199,9 +221,11 @@ class Classifier(WithDropout):
         self.embedding.lookup = _look_up
         self.blocks = nn.ModuleList(blocks)
         self.norm = Norm(config)
-        self.fp32_residual_connection = bool(run.network.get("fp32_residual_connection"))
+        self.pairs = pairs
+        # Of two texts a and b: the means of a and b, their difference and their product.
+        inputs = (4 if pairs else 1) * config.hidden_size
         self.output = build_layer(
-            LayerSpec("classifier", partial(linear, config, config.hidden_size, classes)), len(specs), run.seed
+            LayerSpec("classifier", partial(linear, config, inputs, classes)), len(specs), run.seed
         )
         self.pad = config.vocab_size - 1
         sines = _sines(run.length, config.hidden_size) if run.network.get("positions") == "sinusoidal" else None
@@ -217,36 +241,20 @@ class Classifier(WithDropout):
     def logits(self, tokens: Tensor, positions: Tensor | None, *, dropout: bool = False) -> Tensor:
         """Return logits [batch, 1, classes] in float32 for tokens [batch, length]."""
         self._dropout_active = dropout
+        if self.pairs:
+            tokens = tokens.view(2 * tokens.shape[0], -1)
         real, x = tokens != self.pad, self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions[: tokens.shape[1]]
         x = self._dropout(x, self.embedding_dropout)
-        x = _through(self.blocks, x, real, fp32_residual_connection=self.fp32_residual_connection)
+        x = self._through(self.blocks, x, real)
         x = self.norm(x).float().masked_fill(~real.unsqueeze(-1), 0.0)
         # Rows of padding only fill the last batch. Their labels are ignored.
         mean = x.sum(1) / real.sum(1, keepdim=True).clamp_min(1)
+        if self.pairs:
+            first, second = mean.view(-1, 2, mean.shape[-1]).unbind(1)
+            mean = torch.cat([first, second, first - second, first * second], -1)
         return F.linear(mean, self.output.weight.float()).unsqueeze(1)
-
-
-def _through(
-    blocks: Iterable[nn.Module], x: Tensor, mask: Tensor | None = None, *, fp32_residual_connection: bool
-) -> Tensor:
-    """Return x after the blocks.
-
-    With fp32_residual_connection (Megatron-LM's name) the residual stream and its norms are float32. The inputs of mixers
-    and MLPs, and the returned tensor, have x's dtype.
-    """
-    if not fp32_residual_connection:
-        for block in blocks:
-            x = block(x, mask=mask)
-        return x
-    input_dtype, x = x.dtype, x.float()
-    for block in blocks:
-        normed, first = _float32_norm(block.norm1, x), x
-        x = x + block.mixer(normed.to(input_dtype), mask=mask)
-        normed = _float32_norm(block.norm2, first if block.parallel_residual else x)
-        x = x + block.mlp(normed.to(input_dtype))
-    return x.to(input_dtype)
 
 
 class _WithoutMLP(nn.Module):
@@ -256,7 +264,7 @@ class _WithoutMLP(nn.Module):
         return x if residual is None else residual + x
 
 
-def _float32_norm(norm: nn.Module, x: Tensor) -> Tensor:
+def _norm_in_dtype_of(x: Tensor, norm: nn.Module) -> Tensor:
     weights = {name: weight.to(x.dtype) for name, weight in norm.named_parameters()}
     return torch.func.functional_call(norm, weights, (x,))
 

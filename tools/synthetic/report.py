@@ -37,6 +37,11 @@ class Cell:
 
 Cells = dict[tuple[str, str, int], Cell]
 
+_CAPTIONS = {
+    "mad": "Best test accuracy of a sweep in percent, averaged over the settings of a task.",
+    "lra": "Test accuracy in percent after the last epoch, at the best width and learning rate.",
+}
+
 
 def cells_of(sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
     """Return the cell of each (task, model, width) with at least one finished run."""
@@ -81,8 +86,23 @@ def mad_scores(experiment: Experiment, cells: Cells, sweeps: Sequence[Sequence[R
     return scores
 
 
+def lra_scores(experiment: Experiment, cells: Cells) -> Cells:
+    """Return the best width per task and model as width 0, with "average" of a model that has all tasks of the experiment."""
+    scores: Cells = {}
+    for (task, model, _), cell in cells.items():
+        best = scores.get((task, model, 0))
+        if best is None or cell.accuracy > best.accuracy:
+            scores[task, model, 0] = cell
+    for model in dict.fromkeys(model for _, model, _ in cells):
+        present = [scores[task, model, 0] for task in experiment.tasks if (task, model, 0) in scores]
+        if len(present) == len(experiment.tasks) > 1:
+            mean = statistics.mean(cell.accuracy for cell in present)
+            scores["average", model, 0] = Cell(mean, None, None, all(cell.complete for cell in present))
+    return scores
+
+
 def markdown(experiment: Experiment, cells: Cells) -> str:
-    """Return the results page: one table per MQAR task, or one table for MAD or ListOps. A star marks incomplete sweeps."""
+    """Return the results page: one table per MQAR task, or one table for another suite. A star marks incomplete sweeps."""
     parts = [f"# {experiment.title}"]
     if experiment.suite == "mqar":
         for task in dict.fromkeys(task for task, _, _ in cells):
@@ -100,8 +120,8 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
         rows = [[_labelled(cells, model, width), cell.text()] for (_, model, width), cell in cells.items()]
         parts.append(markdown_table(["model", "accuracy"], rows))
     else:
-        tasks = [task for task in [*experiment.mad, "average"] if any(name == task for name, _, _ in cells)]
-        parts.append("Best test accuracy of a sweep in percent, averaged over the settings of a task.")
+        tasks = _columns(experiment, cells)
+        parts.append(_CAPTIONS[experiment.suite])
         rows = [
             [_labelled(cells, model, width), *(_text(cells.get((task, model, width))) for task in tasks)]
             for model, width in dict.fromkeys((model, width) for _, model, width in cells)
@@ -116,7 +136,7 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
 
 
 def figure(experiment: Experiment, cells: Cells, out: Path) -> None:
-    """Draw the results. MQAR: accuracy against width, one panel per task. MAD: bars per task and model."""
+    """Draw the results. MQAR: accuracy against width, one panel per task. MAD and LRA: bars per task and model."""
     from tools.reporting.style import saved_figure
 
     mqar = experiment.suite == "mqar"
@@ -158,7 +178,7 @@ def _draw_lines(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> 
 def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> None:
     from tools.reporting.style import grouped_bars
 
-    tasks = [task for task in [*experiment.mad, "average"] if any(name == task for name, _, _ in cells)]
+    tasks = _columns(experiment, cells)
     series: dict[str, dict[str, tuple[float, float | None]]] = {}
     for (task, model, width), cell in cells.items():
         series.setdefault(_labelled(cells, model, width), {})[task.replace("_", " ")] = cell.accuracy, cell.deviation
@@ -168,7 +188,7 @@ def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> N
     (axes,) = panels
     labels = [task.replace("_", " ") for task in tasks]
     grouped_bars(axes, labels, list(series.items()), faint=[row.model for row in published])
-    axes.set(title="MAD: best test accuracy, averaged over the settings of a task", ylabel="percent", ylim=(0, 104))
+    axes.set(title=experiment.title, ylabel="test accuracy, percent", ylim=(0, 104))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
@@ -192,6 +212,12 @@ def _paper_rows(experiment: Experiment, tasks: Sequence[str]) -> list[list[str]]
         if not values.keys().isdisjoint(tasks):
             rows.append([name, *(f"{values[task]:.2f}" if task in values else "-" for task in tasks)])
     return rows
+
+
+def _columns(experiment: Experiment, cells: Cells) -> list[str]:
+    """Return the tasks with results in the order of the experiment, and "average"."""
+    names = list(experiment.mad) if experiment.suite == "mad" else list(experiment.tasks)
+    return [task for task in [*names, "average"] if any(name == task for name, _, _ in cells)]
 
 
 def _labelled(cells: Cells, model: str, width: int) -> str:

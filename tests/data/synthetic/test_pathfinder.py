@@ -1,0 +1,62 @@
+"""Pathfinder: an independent connectivity test finds the label from the pixels alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import ndimage
+
+from data.synthetic.pathfinder import pathfinder
+
+# Large enough to tell a gap in a path from the room between two paths.
+LARGE = {"size": 96, "dashes": 14, "distractors": 6, "dash": 5, "gap": 3, "margin": 8, "thickness": 1.5, "radius": 3}
+
+
+def disc(radius: float) -> NDArray[np.bool_]:
+    reach = np.arange(-int(radius), int(radius) + 1)
+    return reach[:, None] ** 2 + reach**2 <= radius**2
+
+
+def markers_are_connected(image: NDArray[np.uint8]) -> bool:
+    """Find the two discs by erosion, and whether a walk over bright pixels with jumps of a gap leads from one to the other."""
+    markers, count = ndimage.label(ndimage.binary_erosion(image > 128, disc(2)), np.ones((3, 3)))
+    assert count == 2
+    paths, _ = ndimage.label(ndimage.binary_dilation(image > 64, disc(1)), np.ones((3, 3)))
+    first, second = (set(paths[markers == marker].tolist()) for marker in (1, 2))
+    return bool(first & second)
+
+
+def test_label_says_whether_the_markers_are_connected():
+    tokens, labels = pathfinder(60, seed=3, **LARGE)
+    found = [markers_are_connected(row.reshape(96, 96)) for row in tokens]
+    assert found == labels[:, 0].astype(bool).tolist()
+
+
+def test_images_hold_both_labels_equally_often_and_equal_brightness():
+    tokens, labels = pathfinder(200, seed=1)
+    assert (tokens.shape, tokens.dtype, labels.shape) == ((200, 1024), np.uint8, (200, 1))
+    assert labels.sum() == 100
+    means = [tokens[labels[:, 0] == label].mean() for label in (0, 1)]
+    assert means[0] == pytest.approx(means[1], rel=0.1)
+    assert tokens.max() == 255
+
+
+def test_seed_decides_the_images():
+    one, same, other = (pathfinder(8, seed=seed) for seed in ([0, 1], [0, 1], [0, 2]))
+    assert (one.tokens == same.tokens).all()
+    assert (one.labels == same.labels).all()
+    assert (one.tokens != other.tokens).any(1).all()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "message"),
+    [
+        ({"dashes": 40}, r"size 32 cannot hold two paths of 40 dashes \(140 pixels long\).*at most 24"),
+        ({"margin": 1.0}, r"a margin above gap \+ thickness = 2.4"),
+        ({"dashes": 24, "turn": 1.0}, r"0 of \d+ images hold both long paths; use fewer dashes"),
+    ],
+)
+def test_paths_without_room_are_refused(geometry, message):
+    with pytest.raises(ValueError, match=message):
+        pathfinder(4, **geometry)

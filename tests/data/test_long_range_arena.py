@@ -1,0 +1,78 @@
+"""Readers of Long Range Arena's data sets, on small files of the same schema."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from data.long_range_arena import PAD, document_pairs, grey_images, reviews
+
+
+def write_reviews(path, rows):
+    path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+
+
+def write_images(path, images, labels):
+    cells = []
+    for image in images:
+        with io.BytesIO() as file:
+            Image.fromarray(image).save(file, "PNG")
+            cells.append({"bytes": file.getvalue(), "path": None})
+    pq.write_table(pa.table({"img": cells, "label": labels}), path)
+
+
+def test_reviews_are_bytes_cut_and_padded(tmp_path):
+    write_reviews(tmp_path / "train.jsonl", [("né", 0), ("abcdefgh", 1)])
+    tokens, labels = reviews(tmp_path, "train", 5)
+    assert tokens.tolist() == [[*"né".encode(), PAD, PAD], list(b"abcde")]
+    assert labels.tolist() == [[0], [1]]
+
+
+def test_images_are_grey_pixels_row_by_row(tmp_path):
+    colours = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
+    colours[1] = 7
+    write_images(tmp_path / "test.parquet", colours, [9, 0])
+    tokens, labels = grey_images(tmp_path, "test")
+    expected = colours[0].reshape(-1, 3) @ [0.299, 0.587, 0.114]
+    assert np.abs(tokens[0] - expected).max() <= 1
+    assert set(tokens[1].tolist()) == {7}
+    assert labels.tolist() == [[9], [0]]
+
+
+def test_pairs_hold_two_texts_side_by_side(tmp_path):
+    (tmp_path / "new_aan_pairs.eval.tsv").write_text('1.0\tA1\tA2\tone\t"two, 2"\n0.0\tA3\tA4\tthree\tf\n')
+    tokens, labels = document_pairs(tmp_path, "eval", 4)
+    assert tokens[:, :4].tolist() == [[*b"one", PAD], list(b"thre")]
+    assert tokens[:, 4:].tolist() == [list(b"two,"), [*b"f", PAD, PAD, PAD]]
+    assert labels.tolist() == [[1], [0]]
+
+
+def test_wrong_data_names_file_and_row(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file train.parquet or train.jsonl.*stanfordnlp/imdb"):
+        reviews(tmp_path, "train", 4)
+    with pytest.raises(
+        FileNotFoundError, match=r"new_aan_pairs.test.tsv: no such file.*lra_release.gz.*data.directory"
+    ):
+        document_pairs(tmp_path, "test", 4)
+    (tmp_path / "new_aan_pairs.test.tsv").write_text("1\ta\tb\tc\n")
+    with pytest.raises(ValueError, match="line 1 has 4 columns and label '1'"):
+        document_pairs(tmp_path, "test", 4)
+    write_reviews(tmp_path / "test.jsonl", [("a", 0), ("b", 2)])
+    with pytest.raises(ValueError, match="test, row 1: label 2; 0 to 1 are allowed"):
+        reviews(tmp_path, "test", 4)
+    write_images(tmp_path / "train.parquet", np.zeros((1, 28, 28, 3), np.uint8), [0])
+    (tmp_path / "test.jsonl").write_text("no JSON\n")
+    with pytest.raises(ValueError, match=r"test.jsonl: not readable as json"):
+        reviews(tmp_path, "test", 4)
+    (tmp_path / "test.jsonl").unlink()
+    pq.write_table(pa.table({"img": [{"bytes": b"no image", "path": None}], "label": [0]}), tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match="row 0: the image does not decode"):
+        grey_images(tmp_path, "test")
+    with pytest.raises(ValueError, match=r"row 0: an image of \(28, 28\) pixels; images of 32 x 32"):
+        grey_images(tmp_path, "train")

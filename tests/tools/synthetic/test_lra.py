@@ -1,0 +1,139 @@
+"""Long Range Arena through the runner: settings per task, two texts per row, dropout, the command."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+import eval as evaluation
+from megatron_lite.config.files import ConfigError
+from tests.data.test_long_range_arena import write_reviews
+from tools.synthetic.batches import generate
+from tools.synthetic.classification import TASKS
+from tools.synthetic.experiment import load_experiment, plan
+from tools.synthetic.model_run import ModelRun
+from tools.synthetic.network import Classifier, model_config
+
+SMALL_PATHS = (
+    "tasks=[pathfinder]",
+    "models=[metala]",
+    "settings.pathfinder={widths: [16], lrs: [1e-3], epochs: 1, batch_size: 8, network: {num_layers: 1, intermediate_size: 16}, "
+    "data: {train_examples: 16, validation_examples: 4, test_examples: 4, vocabulary: 257, length: 256, size: 16, dashes: 3, "
+    "distractors: 1, distractor_dashes: 2}}",
+    "devices=[cpu]",
+)
+
+
+def test_every_task_has_the_papers_settings():
+    tasks = tuple(TASKS)
+    runs = plan(load_experiment("lra", [f"tasks=[{','.join(tasks)}]", "models=[metala]"]), "bf16")
+    assert [run.task for run in runs] == list(tasks)
+    settings = {run.task: (run.width, run.lr, run.batch_size, run.warmup_steps, run.weight_decay) for run in runs}
+    assert settings == {
+        "listops": (32, 5e-4, 128, 5_000, 0.01),
+        "text": (128, 4e-3, 64, 10_000, 0.0),
+        "retrieval": (256, 8e-4, 128, 312, 1e-4),
+        "image": (512, 3e-3, 128, 30_000, 0.0),
+        "pathfinder": (128, 2e-3, 256, 50_000, 0.0),
+        "path_x": (32, 7.5e-4, 256, 15_000, 0.0),
+    }
+    for run in runs:
+        config, stated = model_config(run), 500_000 if run.task.startswith("path") else 50_000
+        assert stated <= run.steps < stated + run.steps_per_epoch
+        assert config.mixers[0] == ("metala" if run.task in ("listops", "text") else "metala_bidirectional")
+        assert config.hidden_size // config.num_heads == 8
+
+
+def test_validation_examples_are_not_in_the_training_set(tmp_path):
+    for split in ("train", "test"):
+        write_reviews(tmp_path / f"{split}.jsonl", [(f"{split} {i}", i % 2) for i in range(12)])
+    data = f"train_examples: 8, validation_examples: 4, test_examples: 5, vocabulary: 257, length: 9, directory: {tmp_path}"
+    (run,) = plan(
+        load_experiment("lra", ["tasks=[text]", "models=[metala]", f"settings.text={{data: {{{data}}}}}"]), "fp32"
+    )
+    sets = [{bytes(row[row < 256].astype("uint8")).decode() for row in part.tokens} for part in generate(run)]
+    assert [len(part) for part in sets] == [8, 4, 5]
+    assert sets[0] | sets[1] == {f"train {i}" for i in range(12)}
+    assert all(text.startswith("test ") for text in sets[2])
+    run.data["train_examples"] = 9
+    with pytest.raises(ValueError, match=r"4 \+ 9 examples of one split are required, which has 12"):
+        generate(run)
+
+
+def test_class_of_a_pair_is_computed_from_both_texts():
+    (run,) = plan(
+        load_experiment(
+            "lra", ["tasks=[retrieval]", "models=[metala]", "settings.retrieval.data.length=6", "settings.retrieval.widths=[16]"]
+        ),
+        "fp32",
+    )  # fmt: skip
+    network = Classifier(run, 2, pairs=True)
+    first, second = torch.randint(0, 256, (2, 3, 6), generator=torch.Generator().manual_seed(0))
+    logits = network.logits(torch.cat([first, second], 1), None)
+    means = []
+    for tokens in (first, second):
+        x = network.embedding(tokens)
+        for block in network.blocks:
+            x = block(x)
+        means.append(network.norm(x).mean(1))
+    a, b = means
+    expected = torch.cat([a, b, a - b, a * b], -1) @ network.output.weight.T
+    torch.testing.assert_close(logits[:, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_residual_dropout_acts_on_mixers_and_mlps_in_training_only():
+    (run,) = plan(load_experiment("lra", [*SMALL_PATHS, "network.residual_dropout=0.5"]), "fp32")
+    model_run = ModelRun(run, torch.device("cpu"))
+    tokens = torch.from_numpy(generate(run)[0].tokens[:2]).long()
+    network = model_run.network
+    one, same = (network.logits(tokens, None) for _ in range(2))
+    torch.testing.assert_close(one, same, rtol=0, atol=0)
+    model_run.begin_epoch(0)
+    x, ones = network.embedding(tokens), torch.ones(4000)
+    network._dropout_active = True
+    dropped = network._dropout(ones, network.residual_dropout)
+    assert sorted(set(dropped.tolist())) == [0.0, 2.0]
+    assert dropped.mean().item() == pytest.approx(1, abs=0.1)
+    trained = network._through(network.blocks, x)
+    network._dropout_active = False
+    assert not torch.allclose(trained, network._through(network.blocks, x))
+
+
+def test_the_command_trains_and_writes_the_table(tmp_path, capsys):
+    words = ["--suite", "lra", "--no-progress", *SMALL_PATHS, f"output={tmp_path / 'out'}"]
+    assert evaluation.main(words) == 0
+    (line,) = map(json.loads, (tmp_path / "out/results.jsonl").read_text().splitlines())
+    assert (line["suite"], line["task"], line["model"]) == ("lra", "pathfinder", "metala")
+    table = (tmp_path / "out/results.md").read_text()
+    assert f"| metala | {100 * line['accuracy']:.1f} |" in table
+    assert "91.66" in table
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"results.png", "courses.png"}
+    assert evaluation.main([*words, "--report"]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("tasks=[texts]", "tasks: 'texts' is unknown; did you mean text"),
+        ("settings.pathfinder.data.vocabulary=2", "vocabulary = 2: this task needs 257"),
+        ("settings.pathfinder.data.length=255", r"length = 255: size \* size = 256 is required"),
+        ("settings.pathfinder.data.dashes=20", "cannot hold two paths of 20 dashes"),
+        ("settings.pathfinder.data.colour=1", "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_wrong_settings_are_refused(word, message, capsys):
+    assert evaluation.main(["--suite", "lra", "--dry-run", *SMALL_PATHS, word]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_override_that_a_task_replaces_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"epochs=1: settings.text replaces this key; override settings.text.epochs=1"
+    ):
+        load_experiment("lra", ["epochs=1", "tasks=[text]"])
+    with pytest.raises(ConfigError, match=r"settings.image replaces this key"):
+        load_experiment("lra", ["data.length=4", "tasks=[image]"])

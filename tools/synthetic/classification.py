@@ -1,0 +1,111 @@
+"""Define the tasks that classify a whole sequence: those of Long Range Arena (Tay et al. 2020, arXiv 2011.04006)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data import long_range_arena
+from data.synthetic import listops, pathfinder
+from data.synthetic.examples import Examples
+from models.options import nearest_names
+
+from .experiment import Run
+
+Sets = tuple[Examples, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Hold a classification task.
+
+    Attributes:
+        classes: number of classes.
+        vocabulary: number of token ids; the largest one is padding.
+        make: returns training, validation and test examples from counts, length, seed and the other keys of `data`.
+        pairs: the two halves of a row are two texts, which are encoded apart.
+    """
+
+    classes: int
+    vocabulary: int
+    make: Callable[..., Sets]
+    pairs: bool = False
+
+
+def make_examples(run: Run) -> Sets:
+    """Return the training, validation and test examples of a run.
+
+    Raises ValueError for another vocabulary than the task's and for more examples than a data set has, TypeError for an
+    argument that the task does not have, and what the task's reader raises.
+    """
+    data: dict[str, Any] = {key: value for key, value in run.data.items() if not key.endswith("_examples")}
+    task = TASKS[run.task]
+    if (vocabulary := data.pop("vocabulary")) != task.vocabulary:
+        raise ValueError(f"vocabulary = {vocabulary}: this task needs {task.vocabulary}, its number of token ids")
+    counts = [int(run.data[f"{part}_examples"]) for part in ("train", "validation", "test")]
+    return task.make(counts, run.length, run.seed, **data)
+
+
+def check_task(name: str) -> None:
+    """Raise ValueError for a name that is not in TASKS."""
+    if name not in TASKS:
+        raise ValueError(f"tasks: {name!r} is unknown; {nearest_names(name, TASKS)}")
+
+
+def _listops(counts: list[int], length: int, seed: int, **options: Any) -> Sets:
+    return tuple(listops.listops(n, length, seed=[seed, i], **options) for i, n in enumerate(counts))
+
+
+def _paths(counts: list[int], length: int, seed: int, **options: Any) -> Sets:
+    if length != int(options.get("size", 32)) ** 2:
+        raise ValueError(f"length = {length}: size * size = {int(options.get('size', 32)) ** 2} is required")
+    return tuple(pathfinder.pathfinder(n, seed=[seed, i], **options) for i, n in enumerate(counts))
+
+
+def _text(counts: list[int], length: int, seed: int, directory: str | None = None) -> Sets:
+    folder = None if directory is None else Path(directory)
+    return _drawn(counts, seed, *(long_range_arena.reviews(folder, split, length) for split in ("train", "test")))
+
+
+def _image(counts: list[int], length: int, seed: int, directory: str | None = None) -> Sets:
+    if length != 1024:
+        raise ValueError(f"length = {length}: 1024, the pixels of an image, is required")
+    folder = None if directory is None else Path(directory)
+    return _drawn(counts, seed, *(long_range_arena.grey_images(folder, split) for split in ("train", "test")))
+
+
+def _retrieval(counts: list[int], length: int, seed: int, directory: str | None = None) -> Sets:
+    folder = None if directory is None else Path(directory)
+    parts = [long_range_arena.document_pairs(folder, split, length) for split in ("train", "eval", "test")]
+    return tuple(_draw(part, n, [seed, i], 0) for i, (part, n) in enumerate(zip(parts, counts, strict=True)))
+
+
+def _drawn(counts: list[int], seed: int, train: Examples, test: Examples) -> Sets:
+    """Return training and validation examples of one split without overlap, and test examples of the other one."""
+    validation = _draw(train, counts[1], [seed, 0], 0)
+    return _draw(train, counts[0], [seed, 0], counts[1]), validation, _draw(test, counts[2], [seed, 1], 0)
+
+
+def _draw(examples: Examples, count: int, seed: list[int], first: int) -> Examples:
+    """Return `count` examples in random order, from place `first` of this order on."""
+    available = len(examples.tokens)
+    if first + count > available:
+        raise ValueError(f"{first} + {count} examples of one split are required, which has {available}")
+    rows = np.random.default_rng(seed).permutation(available)[first : first + count]
+    return Examples(examples.tokens[rows], examples.labels[rows])
+
+
+_BYTES = long_range_arena.PAD + 1
+
+TASKS: dict[str, Task] = {
+    "listops": Task(listops.CLASSES, len(listops.TOKENS), _listops),
+    "text": Task(2, _BYTES, _text),
+    "retrieval": Task(2, _BYTES, _retrieval, pairs=True),
+    "image": Task(10, _BYTES, _image),
+    "pathfinder": Task(pathfinder.CLASSES, _BYTES, _paths),
+    "path_x": Task(pathfinder.CLASSES, _BYTES, _paths),
+}
