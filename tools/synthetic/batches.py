@@ -62,7 +62,7 @@ def generate(run: Run) -> tuple[Examples, ...]:
     Raises what the task's generator or reader raises, and TypeError for an argument that it does not have.
     """
     if run.classifies:
-        return make_examples(run)
+        return make_examples(run.task, run.length, run.seed, run.data)
     data: dict[str, Any] = {key: value for key, value in run.data.items() if not key.endswith("_examples")}
     counts = (int(run.data["train_examples"]), int(run.data["test_examples"]))
     if run.suite == "mqar":

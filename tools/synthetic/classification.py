@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from data import long_range_arena
 from data.synthetic import listops, pathfinder
 from data.synthetic.examples import Examples
 from models.options import nearest_names
-
-from .experiment import Run
 
 Sets = tuple[Examples, ...]
 
@@ -36,18 +34,19 @@ class Task:
     pairs: bool = False
 
 
-def make_examples(run: Run) -> Sets:
-    """Return the training, validation and test examples of a run.
+def make_examples(name: str, length: int, seed: int, data: Mapping[str, Any]) -> Sets:
+    """Return the training, validation and test examples of a task.
+
+    data: arguments of the task, the vocabulary and the numbers of examples.
 
     Raises ValueError for another vocabulary than the task's and for more examples than a data set has, TypeError for an
     argument that the task does not have, and what the task's reader raises.
     """
-    data: dict[str, Any] = {key: value for key, value in run.data.items() if not key.endswith("_examples")}
-    task = TASKS[run.task]
-    if (vocabulary := data.pop("vocabulary")) != task.vocabulary:
+    task, options = TASKS[name], {key: value for key, value in data.items() if not key.endswith("_examples")}
+    if (vocabulary := options.pop("vocabulary")) != task.vocabulary:
         raise ValueError(f"vocabulary = {vocabulary}: this task needs {task.vocabulary}, its number of token ids")
-    counts = [int(run.data[f"{part}_examples"]) for part in ("train", "validation", "test")]
-    return task.make(counts, run.length, run.seed, **data)
+    counts = [int(data[f"{part}_examples"]) for part in ("train", "validation", "test")]
+    return task.make(counts, length, seed, **options)
 
 
 def check_task(name: str) -> None:

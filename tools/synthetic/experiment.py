@@ -17,6 +17,8 @@ from megatron_lite.config.files import CONFIGS, ConfigError
 from models.options import nearest_names
 from tools.cli.yaml_file import read_as
 
+from .classification import check_task
+
 FOLDER = CONFIGS / "experiments"
 
 
@@ -288,8 +290,6 @@ def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict
             raise ValueError(f"tasks: {name!r}: allowed is LENGTHxPAIRS, for example 256x16")
         return [(name, int(length), {**experiment.data, "pairs": int(pairs)})]
     if experiment.classifies:
-        from .classification import check_task
-
         if experiment.suite == "listops" and name != "listops":
             raise ValueError(f"tasks: {name!r} is unknown; the only task of the suite listops is listops")
         check_task(name)
