@@ -292,7 +292,7 @@ class Trainer(Generic[ModelT]):
         if values is None:
             return None
         if self._sample is not None:
-            with self.engine.evaluating():
+            with self.engine.optimizer_state.averaged(), self.engine.evaluating():
                 sample = self._sample()
             if self.metrics is not None:
                 self.metrics.log(self.state.step, sample, kind="sample")
@@ -301,7 +301,9 @@ class Trainer(Generic[ModelT]):
     def _evaluate(self, data: ValidationSet, limit: int | None, kind: str) -> dict[str, float] | None:
         # A whole set may take as long as many steps.
         progress = partial(self.metrics.show_share, kind) if limit is None and self.metrics is not None else None
-        if (values := evaluate(self.engine, data, limit, progress, stop=self._stop_between_batches)) is None:
+        with self.engine.optimizer_state.averaged():
+            values = evaluate(self.engine, data, limit, progress, stop=self._stop_between_batches)
+        if values is None:
             return None
         values["tokens"] = self.state.consumed_tokens
         if self.metrics is not None:
@@ -333,7 +335,7 @@ class Trainer(Generic[ModelT]):
         begin = time.perf_counter()
         kind, values = "evaluation", dict[str, float | str]()
         try:
-            with self.engine.evaluating():
+            with self.engine.optimizer_state.averaged(), self.engine.evaluating():
                 values.update(self._suites())
         except Exception as error:
             kind, values = "evaluation_error", {"error": f"{type(error).__name__}: {error}"}

@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.reader import (
     resolve,
 )
 from megatron_lite.checkpoint.writer import CheckpointWriter, refuse_not_finite
+from megatron_lite.optim.zero_state import AVERAGE
 from megatron_lite.parallel.collectives import barrier, gather, on_all
 
 
@@ -57,11 +58,15 @@ class Checkpointer(CheckpointWriter):
         manifest = read_manifest(path)
         check_shapes(self._engine.parameter_shapes(), manifest, path)
         reader = Reader(path, manifest)
-        for kind in ("weight", *OPTIMIZER_KEYS):  # kind by kind, so that a resharded tensor is assembled only once
-            for fragment in self._engine.optimizer_state.fragments():
+        optimizer = self._engine.optimizer_state
+        kinds = {kind: kind for kind in ("weight", *OPTIMIZER_KEYS)}
+        if optimizer.has_average:  # which begins at the weights of a checkpoint without one
+            kinds[AVERAGE] = AVERAGE if manifest.get(AVERAGE) else "weight"
+        for kind, stored in kinds.items():  # kind by kind, so that a resharded tensor is assembled only once
+            for fragment in optimizer.fragments():
                 target = fragment.tensors[kind]
                 if target.numel():
-                    target.copy_(reader.read(kind, fragment.name, fragment.shard, fragment.start, target.numel()))
+                    target.copy_(reader.read(stored, fragment.name, fragment.shard, fragment.start, target.numel()))
         return path, manifest, reader.not_finite
 
 

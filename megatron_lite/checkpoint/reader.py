@@ -7,7 +7,8 @@ A checkpoint is a folder `step_00000100/` with
 - `config.yml`: the resolved configuration;
 - `SHA256SUMS`: SHA-256 of all files, the manifest included, as `sha256sum -c` reads it;
 - `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: the flat float32 pieces that rank R owned.
-  Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
+  Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names. With the manifest's key `ema` the
+  optimizer files also hold `ema/NAME`, the average of the weights.
 
 A piece is `numel` elements from `start` on of the flattened tensor, or of its `shard` = [dimension, index, count] under tensor
 parallelism. Each process writes the pieces that it owns. The reader assembles any part of any tensor from them. The folder is
@@ -35,6 +36,7 @@ from megatron_lite.checkpoint.checksums import CheckpointError, check_files, fil
 from megatron_lite.checkpoint.manifest_schema import Manifest
 from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.fault_tolerance.finite_check import is_finite
+from megatron_lite.optim.zero_state import AVERAGE
 from megatron_lite.parallel.sharding_plan import Shard
 
 FORMAT = "metalion-checkpoint"
@@ -181,8 +183,15 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     return dict(Weights(path).items())
 
 
+def optimizer_kinds(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of tensors in the optimizer files of a checkpoint; none for imported weights."""
+    if manifest.get("optimizer") == "none":
+        return ()
+    return (*OPTIMIZER_KEYS, *((AVERAGE,) if manifest.get(AVERAGE) else ()))
+
+
 class Weights(Mapping[str, Tensor]):
-    """The weights of a checkpoint by canonical name, at full size in float32 on the CPU.
+    """The weights of a checkpoint by canonical name, at full size in float32 on the CPU: their average if there is one.
 
     Each is read at its lookup, so that memory never holds a whole large model.
 
@@ -196,6 +205,7 @@ class Weights(Mapping[str, Tensor]):
         manifest = read_manifest(self.path)
         self.shapes = {name: tuple(entry["shape"]) for name, entry in manifest["tensors"].items()}
         self._reader = Reader(self.path, manifest)
+        self._kind = AVERAGE if manifest.get(AVERAGE) else "weight"
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._read(name)
@@ -207,7 +217,7 @@ class Weights(Mapping[str, Tensor]):
 
     def _read(self, name: str) -> Tensor:
         shape = self.shapes[name]
-        return self._reader.read("weight", name, Shard(), 0, math.prod(shape)).reshape(shape)
+        return self._reader.read(self._kind, name, Shard(), 0, math.prod(shape)).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -365,7 +375,7 @@ def tensors_not_finite(path: Path) -> list[str]:
     manifest = read_manifest(path)
     reader = Reader(path, manifest)
     if not manifest.get("finite"):
-        for kind in ("weight", *OPTIMIZER_KEYS):
+        for kind in ("weight", *optimizer_kinds(manifest)):
             for name, entry in manifest["tensors"].items():
                 reader.read(kind, name, Shard(), 0, math.prod(entry["shape"]))
     return reader.not_finite

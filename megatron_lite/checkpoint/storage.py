@@ -25,10 +25,10 @@ from megatron_lite.checkpoint.reader import (
     CONFIG,
     FORMAT,
     MANIFEST,
-    OPTIMIZER_KEYS,
     VERSION,
     Reader,
     TensorSlice,
+    optimizer_kinds,
     read_manifest,
     step_folders,
 )
@@ -138,7 +138,7 @@ def rewrite(
             raise CheckpointError(f"{final} exists: name another output folder")
         write_text(directory / "latest", final.name + "\n")  # the same command was killed before this line
         return final
-    kinds = {"weights": ("weight",), "optimizer": () if manifest.get("optimizer") == "none" else OPTIMIZER_KEYS}
+    kinds = {"weights": ("weight",), "optimizer": optimizer_kinds(manifest)}
     with _temporary_folder(final) as temporary:
         for rank, parts in enumerate(ranks):
             for stem, names in kinds.items():

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpoint.checksums import CheckpointError
-from megatron_lite.checkpoint.reader import OPTIMIZER_KEYS, NotFiniteError, TensorSlice, not_finite_error, step_folders
+from megatron_lite.checkpoint.reader import NotFiniteError, TensorSlice, not_finite_error, step_folders
 from megatron_lite.checkpoint.storage import make_folder, new_manifest, prune, publish, write_file
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.finite_check import state_not_finite
+from megatron_lite.optim.zero_state import AVERAGE
 from megatron_lite.parallel.collectives import barrier, broadcast, gather
 from megatron_lite.parallel.grid import Grid
 
@@ -121,6 +122,7 @@ class CheckpointWriter:
             "optimizer_steps": engine.optimizer_state.steps,
             "state": dict(state),
             "loss_scale": engine.optimizer_state.loss_scaler,
+            **({AVERAGE: True} if engine.optimizer_state.has_average else {}),
         }
         pieces, groups = self._copy_pieces()
         work = self._start(lambda: self._write(temporary, pieces, groups, problem))
@@ -226,9 +228,9 @@ class CheckpointWriter:
                 continue
             part = TensorSlice(fragment.name, fragment.shard, fragment.start, numel)
             pieces.setdefault(fragment.name, []).append(part.entry(rank))
-            for key in ("weight", *OPTIMIZER_KEYS):
+            for key, tensor in fragment.tensors.items():
                 stem, name = "weights" if key == "weight" else "optimizer", f"{key}/{fragment.name}"
-                groups[stem][name] = self._copy(name, fragment.tensors[key])
+                groups[stem][name] = self._copy(name, tensor)
         if self._engine.grid.device.type == "cuda":
             torch.cuda.synchronize(self._engine.grid.device)
         return pieces, groups

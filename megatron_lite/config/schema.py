@@ -151,6 +151,13 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0, description="Added to the square root of the second moment.")
     weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay.")
     gradient_clipping: float = Field(default=1.0, ge=0, description="Maximum global gradient norm; 0: no clipping.")
+    ema_decay: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Decay of an exponential moving average of the weights, which validations, exports and other commands use. "
+        "It needs 4 bytes per parameter, sharded as the optimizer state. 0: none.",
+    )
     no_weight_decay: tuple[Literal["norm", "bias", "decay", "embedding"], ...] = Field(
         default=("norm", "bias", "decay", "embedding"), description="Parameter groups without weight decay."
     )

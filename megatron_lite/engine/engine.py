@@ -171,7 +171,13 @@ class Engine:
         patch_bf16_optimizer(self._engine, zero, grid.replicas, release=cuda, kernels=kernels)
         self.zero_stage = max(1, parallel.zero_stage)
         self.optimizer_state = OptimizerState(
-            zero, client, list(shard.sharded_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid
+            zero,
+            client,
+            list(shard.sharded_parameters()),
+            stage=self.zero_stage,
+            dtype=dtype,
+            grid=grid,
+            ema_decay=optimizer.ema_decay,
         )
 
     def train_step(
@@ -231,6 +237,8 @@ class Engine:
         if invalid:  # not an overflow, so the loss scale stays
             self.optimizer_state.loss_scaler = scaler
         skipped = not self._engine.was_step_applied()
+        if not skipped:
+            self.optimizer_state.update_average()
         norm = self._engine.get_global_grad_norm()
         by_source = per_source_loss(batches, num_sources, loss * weight, self.grid) if num_sources else ()
         loss_scale = self.optimizer_state.loss_scale

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.sharding_plan import Shard
+
+AVERAGE = "ema"  # key of the average of the weights, among a fragment's tensors and in checkpoints
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class OptimizerFragment:
     Attributes:
         name, shard, primary: as in `ShardedParameter`.
         start: offset of the fragment in the flattened shard.
-        tensors: "weight", "exp_avg", "exp_avg_sq": views [numel] of the live state in float32, or bf16 if it is stored so.
+        tensors: "weight", "exp_avg", "exp_avg_sq": views [numel] of the live state in float32, or bf16 if it is stored so. With
+            an average of the weights also "ema", in float32.
     """
 
     name: str
@@ -76,10 +80,22 @@ class OptimizerState:
         zero: DeepSpeed's ZeRO optimizer around `adamw`.
         stage: of ZeRO, 1 to 3.
         dtype: "bf16", "fp16" or "fp32".
+        ema_decay: of an exponential moving average of the weights; 0 for none.
+
+    Attributes:
+        has_average: there is an average.
     """
 
     def __init__(
-        self, zero: Any, adamw: Any, parameters: Sequence[ShardedParameter], *, stage: int, dtype: str, grid: Grid
+        self,
+        zero: Any,
+        adamw: Any,
+        parameters: Sequence[ShardedParameter],
+        *,
+        stage: int,
+        dtype: str,
+        grid: Grid,
+        ema_decay: float = 0.0,
     ) -> None:
         self._zero, self._adamw, self._parameters = zero, adamw, list(parameters)
         self._stage, self._dtype, self._grid = stage, dtype, grid
@@ -90,6 +106,10 @@ class OptimizerState:
                 "exp_avg": torch.zeros_like(flat.data),
                 "exp_avg_sq": torch.zeros_like(flat.data),
             }
+        self._ema_decay, self._updates, self.has_average = ema_decay, 0, ema_decay > 0
+        self._averages: dict[str, Tensor] = {}
+        if self.has_average:
+            self._averages = {one.name: one.tensors["weight"].detach().float().clone() for one in self.fragments()}
 
     def fragments(self) -> Iterator[OptimizerFragment]:
         """Yield the training state that this process owns, parameter by parameter."""
@@ -97,7 +117,6 @@ class OptimizerState:
             parameter = sharded.parameter
             if self._stage == 3:
                 start, tensors = self._partition(parameter)
-                yield OptimizerFragment(sharded.name, sharded.shard, start, sharded.primary, tensors)
             elif parameter._hp_mapping is not None:  # None: another replica owns all of it
                 mapping = parameter._hp_mapping
                 state = self._adamw.state[self._flats[mapping.param_group_index]]
@@ -105,7 +124,43 @@ class OptimizerState:
                 tensors = {key: state[key].narrow(0, start, numel) for key in ("exp_avg", "exp_avg_sq")}
                 tensors["weight"] = mapping.hp_fragment.data.view(-1)[:numel]
                 start = mapping.lp_fragment_address.start
-                yield OptimizerFragment(sharded.name, sharded.shard, start, sharded.primary, tensors)
+            else:
+                continue
+            if sharded.name in self._averages:
+                tensors[AVERAGE] = self._averages[sharded.name]
+            yield OptimizerFragment(sharded.name, sharded.shard, start, sharded.primary, tensors)
+
+    def update_average(self) -> None:
+        """Move the average towards the weights, after an update that was applied.
+
+        average <- d average + (1 - d) weight with d = min(ema_decay, (1 + updates) / (10 + updates)): the first weights count
+        little, as in TensorFlow's ExponentialMovingAverage.
+        """
+        self._updates += 1
+        if self.has_average:
+            share = 1 - min(self._ema_decay, (1 + self._updates) / (10 + self._updates))
+            pairs = [(one.tensors[AVERAGE], one.tensors["weight"].detach().float()) for one in self.fragments()]
+            if pairs:
+                averages, weights = map(list, zip(*pairs, strict=True))
+                torch._foreach_lerp_(averages, weights, share)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Use the average in place of the weights, if there is one. Every process calls it."""
+        if not self.has_average:
+            yield
+            return
+        step = self.steps
+        previous = [one.tensors["weight"].clone() for one in self.fragments()]
+        for one in self.fragments():
+            one.tensors["weight"].copy_(one.tensors[AVERAGE])
+        self.finish_load(step)
+        try:
+            yield
+        finally:
+            for one, weight in zip(self.fragments(), previous, strict=True):
+                one.tensors["weight"].copy_(weight)
+            self.finish_load(step)
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield the flat buffers of the fragments: master weights and both moments of each parameter group, with padding."""
@@ -161,6 +216,7 @@ class OptimizerState:
 
         step: updates that the optimizer has applied, without skipped steps.
         """
+        self._updates = step
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
         if self._stage == 3:

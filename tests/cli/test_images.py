@@ -19,9 +19,14 @@ from tests.made_images import CLASSES, encoded, picture, write_parquet
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("images")
+    write_images(folder)
+    return folder
+
+
+def write_images(folder: Path) -> None:
+    """Write the Parquet files of training and validation."""
     write_parquet(folder / "train.parquet", [number % 3 for number in range(24)])
     write_parquet(folder / "validation.parquet", [number % 3 for number in range(9)])
-    return folder
 
 
 def words(images: Path, folder: Path, name: str = "run", **changes) -> list[str]:
@@ -43,6 +48,7 @@ def words(images: Path, folder: Path, name: str = "run", **changes) -> list[str]
         "batch.micro_batch_size": 3,
         "batch.global_batch_size": 6,
         "optimizer.lr": 0.01,
+        "optimizer.ema_decay": 0.9,
         "schedule.train_steps": 8,
         "precision.dtype": "fp32",
         "checkpoint.interval": 3,
@@ -80,6 +86,8 @@ def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, ca
     copy_stopped_run(run, 3, tmp_path / "resumed")
     assert train.main(arguments("resumed")) == 0
     assert train_lines(tmp_path / "resumed") == train_lines(run)
+    again = metrics_lines(tmp_path / "resumed", "validation")[-1]  # of the average of the weights
+    assert {key: again[key] for key in ("loss", "accuracy")} == {key: last[key] for key in ("loss", "accuracy")}
 
 
 @pytest.mark.parametrize(

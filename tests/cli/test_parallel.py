@@ -13,6 +13,8 @@ import pytest
 import train
 from megatron_lite.checkpoint import reader as checkpoint
 from tests.cli.conftest import ROOT, assert_same_run, environment, run_words
+from tests.cli.test_images import words as image_words
+from tests.cli.test_images import write_images
 from tests.parity.launch import free_port, train_in_turn
 
 SETTINGS = {"optimizer.lr": 1e-4, "evaluation.interval": 4}
@@ -25,13 +27,21 @@ LAYOUTS = {
     "pipeline": ({"parallel.pipeline": 2}, "pipeline 2, ZeRO 1"),
     "context": ({"parallel.context": 2}, "context 2, ZeRO 1"),
 }
+# Runs of an image classifier with an average of its weights.
+IMAGE_LAYOUTS = {"images_tensor": {"parallel.tensor": 2}, "images_zero3": {"parallel.zero_stage": 3}, "images": {}}
+OF_IMAGES = {"optimizer.lr": 1e-4, "data.images.crop": "resized", "data.images.random_erasing": 0.5}
 
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run per layout, of `one` with one process, and of `longer`, which resumes it."""
     folder = tmp_path_factory.mktemp("runs")
-    train_in_turn(run_words(corpus, folder, name, **SETTINGS, **layout) for name, (layout, _) in LAYOUTS.items())
+    write_images(folder)
+    words = [run_words(corpus, folder, name, **SETTINGS, **layout) for name, (layout, _) in LAYOUTS.items()]
+    images = {name: image_words(folder, folder, name, **OF_IMAGES, **layout) for name, layout in IMAGE_LAYOUTS.items()}
+    alone = images.pop("images")
+    train_in_turn([*words, *images.values()])
+    assert train.main(alone) == 0
     assert train.main(run_words(corpus, folder, "one", **SETTINGS)) == 0
     shutil.copytree(folder / "one", folder / "longer")
     assert train.main(run_words(corpus, folder, "longer", **LONGER)) == 0
@@ -50,6 +60,17 @@ def test_layout_equals_one_process_which_resumes_from_its_checkpoint(corpus, run
     assert train.main(run_words(corpus, runs, name, **LONGER)) == 0
     assert f"written by 2 processes: {LAYOUTS[name][1]}, fp32, resharded to this layout" in capsys.readouterr().out
     assert_same_run(runs / name, runs / "longer")
+
+
+@pytest.mark.parametrize("name", ["images_tensor", "images_zero3"])
+def test_layout_of_an_image_classifier_equals_one_process(runs, name):
+    """Samples, augmentation, accuracies, confusions and the average of the weights do not depend on the layout."""
+    assert_same_run(runs / name, runs / "images")
+    reports = [json.loads((runs / run / "summary.json").read_text())["validation"] for run in ("images", name)]
+    assert reports[0]["loss"] == pytest.approx(reports[1]["loss"], rel=1e-6)
+    assert all(reports[0][key] == reports[1][key] for key in ("accuracy", "top5_accuracy", "evaluated_tokens"))
+    confusions = [json.loads((runs / run / "confusion_matrix.json").read_text()) for run in ("images", name)]
+    assert confusions[0] == confusions[1]
 
 
 def test_layout_for_more_processes_than_started_is_refused_before_anything_is_written(arguments, tmp_path, capsys):

@@ -1,0 +1,75 @@
+"""The exponential moving average of the weights: its values, its use in evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.checkpoint.reader import TensorSlice, read_manifest, read_weights, resolve
+from megatron_lite.checkpoint.storage import rewrite
+from megatron_lite.engine.engine import Engine
+from megatron_lite.parallel.sharding_plan import Shard
+from tests.megatron_lite.conftest import batches, model_config
+from tests.megatron_lite.engine.test_engine import LR
+
+DECAY = 0.3
+
+
+def weights_of(engine: Engine, kind: str = "weight") -> dict[str, torch.Tensor]:
+    return {one.name: one.tensors[kind].float().clone() for one in engine.optimizer_state.fragments()}
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
+def test_average_follows_applied_updates_and_training_ignores_it(build, tmp_path, dtype, stage):
+    steps = batches(5)
+    settings = {"dtype": dtype, "zero_stage": stage}
+    engine = build(model_config(), **settings, optimizer={"ema_decay": DECAY})
+    expected, plain = weights_of(engine), build(model_config(), **settings)
+    for number, step in enumerate(steps[:3], start=1):
+        result = engine.train_step(step, lr=LR)
+        assert result == plain.train_step(step, lr=LR)
+        share = 1 - min(DECAY, (1 + number) / (10 + number))
+        expected = {name: old + share * (weights_of(engine)[name] - old) for name, old in expected.items()}
+    engine.train_step(steps[3], lr=LR, should_skip=lambda loss: True)
+    plain.train_step(steps[3], lr=LR, should_skip=lambda loss: True)
+    for name, average in weights_of(engine, "ema").items():
+        torch.testing.assert_close(average, expected[name])
+
+    with_weights = engine.evaluate(steps[4])
+    with engine.optimizer_state.averaged():
+        averaged = engine.evaluate(steps[4])
+        assert weights_of(engine).keys() == expected.keys()
+    assert averaged.nll != with_weights.nll
+    assert engine.evaluate(steps[4]) == with_weights
+
+    Checkpointer(engine, tmp_path).save(step=3, state={}, config_yaml="a: 1\n")
+    for name, weight in read_weights(tmp_path).items():  # exports and evaluation read the average
+        torch.testing.assert_close(weight.flatten(), expected[name].flatten())
+    other = build(model_config(), seed=9, **settings, optimizer={"ema_decay": DECAY})
+    Checkpointer(other, tmp_path).load()
+    assert other.train_step(steps[4], lr=LR) == engine.train_step(steps[4], lr=LR) == plain.train_step(steps[4], lr=LR)
+    for name, average in weights_of(engine, "ema").items():
+        assert torch.equal(average, weights_of(other, "ema")[name])
+
+
+def test_checkpoint_without_an_average_starts_one_at_its_weights(build, tmp_path):
+    engine = build(model_config())
+    engine.train_step(batches(1)[0], lr=LR)
+    Checkpointer(engine, tmp_path).save(step=1, state={}, config_yaml="a: 1\n")
+    other = build(model_config(), seed=9, optimizer={"ema_decay": DECAY})
+    Checkpointer(other, tmp_path).load()
+    for name, weight in weights_of(engine).items():
+        assert torch.equal(weights_of(other, "ema")[name], weight)
+
+
+def test_resharding_keeps_the_average(build, tmp_path):
+    engine = build(model_config(), optimizer={"ema_decay": DECAY})
+    engine.train_step(batches(1)[0], lr=LR)
+    source = Checkpointer(engine, tmp_path / "a").save(step=1, state={}, config_yaml="a: 1\n")
+    shapes = engine.parameter_shapes()
+    slices = [TensorSlice(name, Shard(), 0, torch.Size(shape).numel()) for name, shape in shapes.items()]
+    rewrite(source, tmp_path / "b", [slices[::2], slices[1::2]], engine.layout)
+    assert read_manifest(resolve(tmp_path / "b"))["ema"] is True
+    before, after = read_weights(tmp_path / "a"), read_weights(tmp_path / "b")
+    assert all(torch.equal(before[name], after[name]) for name in before)
