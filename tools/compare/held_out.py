@@ -12,7 +12,7 @@ from data.preprocessing.contamination import document_texts, shared_documents
 from tools.compare.rungs import Ladder
 from tools.compare.spec import Comparison, Run
 from tools.loading.token_data import PreparedData, prepared_data
-from tools.pretraining.summary import compressed_bits_per_byte
+from tools.pretraining.text import compressed_bits_per_byte
 
 FILE = "held_out.json"
 POSITIONS = "positions.json"
