@@ -136,6 +136,8 @@ def checkpoint_hash(checkpoint: Path) -> str:
 
 
 def _open_huggingface(request: EvaluationRequest, out: Path, length: int | None) -> OpenedModel:
+    from lm_eval.models.utils import resolve_max_length
+
     from tools.cli.devices import device_of
     from tools.evaluation.huggingface import HuggingFaceLM, folder_hash
 
@@ -160,7 +162,9 @@ def _open_huggingface(request: EvaluationRequest, out: Path, length: int | None)
         if cache.parent.is_dir() and not any(cache.parent.iterdir()):
             cache.parent.rmdir()
 
-    return OpenedModel(lm, _title(request), out, {"name": request.checkpoint, "sha256": digest}, None, finish, cache)
+    trained = resolve_max_length(lm.model.config, lm.tokenizer, default=0) or None
+    facts = {"name": request.checkpoint, "sha256": digest, "trained_length": trained}
+    return OpenedModel(lm, _title(request), out, facts, None, finish, cache)
 
 
 def _open_checkpoint(

@@ -214,3 +214,4 @@ def test_hugging_face_model_gives_the_same_outputs(trained_run: Path, tmp_path: 
         found[name] = run_ruler(request, wanted, locate_model(request))
         assert not (tmp_path / name / "answers").exists()
     assert found["ours"]["cells"] == found["theirs"]["cells"]
+    assert found["ours"]["model"]["trained_length"] == found["theirs"]["model"]["trained_length"] == 32
