@@ -9,12 +9,16 @@ from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fp8.rowwise import Recipe, dequantized, quantize_columns, quantize_rows
+from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.fused_projections import project_inputs
 from megatron_lite.parallel.grid import Grid, init_grid
 from models.language_model import build_layer, layer_specs
 from models.recompute import recompute_elementwise
+from tests import oracle
 from tests.megatron_lite.conftest import batches, model_config
 
+LR, WARMUP, STEPS = 3e-4, 3, 6
+CONFIG = model_config(("metala", "attention"), hidden_size=256)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +46,7 @@ def test_quantisation_equals_that_of_a_cpu(dtype, shape):
 @pytest.mark.parametrize("recipe", [Recipe(True, E4M3), Recipe(False, E4M3), Recipe(True, E5M2)])
 @pytest.mark.parametrize("tokens", [1, 37, 4096])
 def test_projections_equal_the_reference(recipe, tokens):
-    """Compare outputs and all gradients. Fast accumulation keeps about 14 bits of a sum, bf16 results 8."""
+    """Compare outputs and all gradients, which are rounded to bf16. Fast accumulation of the outputs keeps about 14 bits."""
     sizes = (256, 512, 256)
     linears = [torch.nn.Linear(1024, size, bias=size == 512).bfloat16() for size in sizes]
     for linear in (linears[0], linears[2]):
@@ -59,36 +63,40 @@ def test_projections_equal_the_reference(recipe, tokens):
         gradients = [parameter.grad for linear in linears for parameter in linear.parameters()]
         results.append([tensor.float().cpu() for tensor in (*outputs, leaf.grad, *gradients)])
     for actual, expected in zip(*results, strict=True):
-        assert ((actual - expected).norm() / expected.norm()).item() < 6e-3
+        assert ((actual - expected).norm() / expected.norm()).item() < 1e-2
 
 
 def engine_on(grid: Grid, recipe: str = "rowwise", **parallel) -> Engine:
     return Engine(
-        layer_specs(model_config(("metala", "attention"), hidden_size=256)),
+        layer_specs(CONFIG),
         build_layer,
         seed=11,
         grid=grid,
         dtype="bf16",
         micro_batch_size=2,
         accumulation=2,
-        optimizer=OptimizerConfig(lr=3e-4),
+        optimizer=OptimizerConfig(lr=LR),
         parallel=ParallelConfig(**parallel),
         precision=PrecisionConfig(dtype="bf16", fp8=Fp8Config(recipe=recipe)),  # type: ignore[arg-type]
         recompute=recompute_elementwise,
     )
 
 
-def losses(engine: Engine, steps: int = 6) -> list[float]:
-    out = [engine.train_step(step, lr=3e-4).loss for step in batches(steps)]
+def losses(engine: Engine) -> list[float]:
+    out = []
+    for index, step in enumerate(batches(STEPS)):
+        lr = learning_rate(index, kind="cosine", peak=LR, warmup_steps=WARMUP, decay_steps=STEPS, min_ratio=0.1)
+        out.append(engine.train_step(step, lr=lr).loss)
     engine.close()
     return out
 
 
-def test_training_is_deterministic_and_near_the_cpu(grid):
+def test_training_is_deterministic_and_near_the_reference(grid):
     first = losses(engine_on(grid))
     assert losses(engine_on(grid)) == first
     assert first != losses(engine_on(grid, "none"))
-    assert first == pytest.approx(losses(engine_on(init_grid("cpu"))), rel=5e-3)
+    reference = oracle.train(CONFIG, batches(STEPS), seed=11, lr=LR, warmup=WARMUP, total=STEPS, fp8=Recipe(True, E4M3))
+    assert first == pytest.approx([loss for loss, _ in reference], rel=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["elementwise", "selective", "full"])
