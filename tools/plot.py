@@ -76,7 +76,7 @@ def _comparisons(runs: Sequence[Path]) -> list[Section]:
             continue
         header = [{"first": first, "second": name}.get(cell, cell) for cell in header]
         note = "Paired by document. \u00b1: standard error of the difference. significant: p (Holm) < 0.05."
-        sections.append(Section(title, header, rows, note))
+        sections.append(Section(title, header, rows, note, text_columns=2))
     return sections
 
 

@@ -11,7 +11,7 @@ from data.atomic_io import read_json
 from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from models.config import ModelConfig
 from models.hf.configuration_metalion import OLDEST_TRANSFORMERS
-from tools.reporting.tables import markdown_table
+from tools.reporting.tables import FEW_DOCUMENTS, NO_METRICS, markdown_table
 
 _CITATIONS = {
     "metala": """@inproceedings{chou2024metala,
@@ -162,18 +162,14 @@ def _evaluation(run: Path, step: str) -> str:
         for task, metrics in tasks.items():
             details = results.get("details", {}).get(suite, {}).get(task, {})
             for metric, value in metrics.items():
-                if metric in _NO_METRICS or not isinstance(value, int | float):
+                if metric in NO_METRICS or not isinstance(value, int | float):
                     continue
                 detail = {"documents": metrics.get("documents"), **details.get(metric, {})}
                 documents, whole = detail["documents"], detail.get("whole")
-                few |= suite != "perplexity" and documents is not None and documents < 50
+                few |= suite != "perplexity" and documents is not None and documents < FEW_DOCUMENTS
                 count = "-" if documents is None else f"{documents:,.0f}" + (f" of {whole:,}" if whole else "")
                 optional = ["-" if detail.get(key) is None else f"{detail[key]:,.4g}" for key in ("stderr", "chance")]
                 rows.append([suite, Path(task).name, metric, f"{value:,.4g}", *optional, count])
     header = ["suite", "task", "metric", "value", "standard error", "chance", "documents"]
-    note = "\n\nScores on fewer than 50 documents show only that the task runs." if few else ""
+    note = f"\n\nScores on fewer than {FEW_DOCUMENTS} documents show only that the task runs." if few else ""
     return markdown_table(header, rows, text_columns=3) + note
-
-
-# Facts about a text in the results of a perplexity.
-_NO_METRICS = ("tokens", "bytes", "documents", "sequence_length", "stride", "seconds")

@@ -58,7 +58,10 @@ class SummedLoss(nn.Module):
 
 @dataclass
 class HuggingFaceText:
-    """Hold a Hugging Face model with the attributes of `tools.loading.model.LoadedModel` that texts need."""
+    """Hold a Hugging Face model with the attributes of `tools.loading.model.LoadedModel` that texts need.
+
+    commit: the commit on the hub, None for a local folder.
+    """
 
     checkpoint: str
     model: SummedLoss
@@ -66,6 +69,7 @@ class HuggingFaceText:
     device: torch.device
     config: dict[str, Any]
     num_parameters: int
+    commit: str | None = None
     step: None = None
 
 
@@ -84,4 +88,5 @@ def load_huggingface_text(request: EvaluationRequest) -> HuggingFaceText:
     place = str(Path(name).resolve()) if Path(name).is_dir() else name
     number = sum(p.numel() for p in model.parameters())
     tokens = HuggingFaceTokens(lm.tokenizer, name)
-    return HuggingFaceText(place, SummedLoss(model), tokens, torch.device(lm.device), config, number)
+    commit = getattr(model.config, "_commit_hash", None)
+    return HuggingFaceText(place, SummedLoss(model), tokens, torch.device(lm.device), config, number, commit)

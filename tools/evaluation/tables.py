@@ -9,11 +9,11 @@ from typing import Any
 
 from tools.evaluation.document_metrics import metric_value, metrics_of
 from tools.evaluation.suites import Column, Suite
+from tools.reporting.tables import FEW_DOCUMENTS
 
 Results = Mapping[str, Any]
 # More columns than this become rows.
 MOST_COLUMNS = 14
-SMALL = 50  # documents; fewer are no measurement
 
 
 @dataclass(frozen=True)
@@ -259,10 +259,12 @@ def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, 
         if other := [task for task in section["other_split"] if task in tasks]:
             splits = ", ".join(f"{task} ({section['split'][task]})" for task in other)
             notes.append(f"{name}: on another split than the harness's own: {splits}.")
-        small = [t for t, samples in results["n-samples"].items() if t in tasks and samples["effective"] < SMALL]
+        small = [
+            t for t, samples in results["n-samples"].items() if t in tasks and samples["effective"] < FEW_DOCUMENTS
+        ]
         if small:
             notes.append(
-                f"{name}: fewer than {SMALL} documents, no more than a check that the task runs: {_listed(small)}."
+                f"{name}: fewer than {FEW_DOCUMENTS} documents, no more than a check that the task runs: {_listed(small)}."
             )
     return notes
 

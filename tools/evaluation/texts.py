@@ -45,7 +45,7 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
     dtype = number_format(loaded.model)
     print(f"{loaded.checkpoint}: {loaded.num_parameters / 1e6:,.2f} M parameters, {dtype} on {loaded.device}\n")
     out = results_file(request, located, "texts")
-    cache = _open_cache(loaded, out)
+    cache = open_cache(loaded, out)
     results = evaluate_texts(loaded, texts, out, cache)
     # Other texts of the file may have been measured in another number format.
     saved = {name: {**metrics, "dtype": dtype} for name, metrics in results.items()}
@@ -63,10 +63,10 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
     print(f"\n{out}")
 
 
-def _open_cache(loaded: TextModel, out: Path) -> RequestCache:
+def open_cache(loaded: TextModel, out: Path) -> RequestCache:
     """Return the results of batches that an interrupted measurement of this model kept beside the results file.
 
-    A model of the hub has no weights that could be compared, so it has no cache.
+    A model of the hub is known by its name and commit. Without a commit there is no cache.
     """
     if isinstance(loaded, LoadedModel):
         digest: str | None = checkpoint_hash(loaded.checkpoint)
@@ -74,6 +74,8 @@ def _open_cache(loaded: TextModel, out: Path) -> RequestCache:
         from tools.evaluation.huggingface import folder_hash
 
         digest = folder_hash(str(loaded.checkpoint))
+        if digest is None and loaded.commit:
+            digest = f"{loaded.checkpoint}@{loaded.commit}"
     model = f"{digest}/{number_format(loaded.model)}/{loaded.config['batch']['sequence_length']}"
     cache = RequestCache(None if digest is None else out.parent / "perplexity_batches", model, Processes())
     if len(cache):

@@ -16,18 +16,20 @@ import yaml
 from data.atomic_io import write_text
 from tools.reporting.run_curves import distinct_names, plot_runs, smooth
 from tools.reporting.run_report import PAGE, collect
+from tools.reporting.tables import FEW_DOCUMENTS, NO_METRICS
 
 # They differ between all runs.
 _NAMES = ("run.name", "run.directory", "checkpoint.directory")
 
 
 class Section(NamedTuple):
-    """Hold a titled table of the page, with a note below it."""
+    """Hold a titled table of the page, with a note below it. The first `text_columns` hold text, the others numbers."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    text_columns: int = 1
 
 
 def write_runs_page(runs: Sequence[Path], out: Path, comparisons: Sequence[Section] = ()) -> Path:
@@ -118,7 +120,7 @@ def _scores(data: Mapping[str, Mapping[str, Any]]) -> Section:
         for suite, tasks in evaluation["results"].items()
         for task, metrics in tasks.items()
         for metric, value in metrics.items()
-        if isinstance(value, int | float)
+        if isinstance(value, int | float) and metric not in NO_METRICS
     }
     rows = []
     for suite, task, metric in keys:
@@ -127,9 +129,14 @@ def _scores(data: Mapping[str, Mapping[str, Any]]) -> Section:
             value = evaluation["results"].get(suite, {}).get(task, {}).get(metric)
             detail = evaluation.get("details", {}).get(suite, {}).get(task, {}).get(metric) or {}
             error = f" ± {detail['stderr']:.2g}" if detail.get("stderr") is not None else ""
-            cells.append("-" if value is None else f"{value:.4g}{error}")
+            documents = detail.get("documents")
+            few = f", n = {documents}" if documents is not None and documents < FEW_DOCUMENTS else ""
+            # No-break spaces: a narrow page scrolls.
+            cells.append("-" if value is None else f"{value:.4g}{error}{few}".replace(" ", "\u00a0"))
         rows.append([suite, Path(task).name, metric, *cells])
-    return Section("Evaluation", ["suite", "task", "metric", *data], rows)
+    few = any(", n =" in cell.replace("\u00a0", " ") for row in rows for cell in row)
+    note = f"n: documents. Scores on fewer than {FEW_DOCUMENTS} show only that the task runs." if few else ""
+    return Section("Evaluation", ["suite", "task", "metric", *data], rows, note, text_columns=3)
 
 
 def _floats(values: Sequence[float | None]) -> Any:
@@ -151,9 +158,15 @@ def picture_html(title: str, picture: bytes, kind: str) -> str:
 
 def table_html(section: Section) -> str:
     """Return a section as a card with a table."""
-    title, header, rows, note = section
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    title, header, rows, note, text_columns = section
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        """Return the cells of a row; the style sheet sets the first one to the left."""
+        starts = (f'<{tag} class="text">' if 0 < i < text_columns else f"<{tag}>" for i in range(len(row)))
+        return "".join(f"{start}{html.escape(str(cell))}</{tag}>" for start, cell in zip(starts, row, strict=True))
+
+    head = line("th", header)
+    body = "\n".join(f"<tr>{line('td', row)}</tr>" for row in rows)
     table = f'<table class="data"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>' if rows else ""
     text = f'<p class="dim">{html.escape(note)}</p>' if note else ""
     return f'<h2>{html.escape(title)}</h2><div class="card scroll">{table}{text}</div>'

@@ -7,6 +7,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+# Facts of a measurement beside its metrics.
+NO_METRICS = ("tokens", "bytes", "documents", "sequence_length", "stride", "seconds")
+# A score on fewer documents shows only that the task runs.
+FEW_DOCUMENTS = 50
+
 
 def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1, aligned: bool = False

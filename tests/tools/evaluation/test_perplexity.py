@@ -18,7 +18,9 @@ from megatron_lite.metrics.logger import read_metrics
 from models.language_model import LanguageModel
 from tests.tools.conftest import write_corpus
 from tools.evaluation import loss_by_position as positions
-from tools.evaluation.perplexity import perplexity, raw_text, token_file_text, validation_text
+from tools.evaluation.huggingface_text import HuggingFaceText, SummedLoss
+from tools.evaluation.perplexity import cached, perplexity, raw_text, token_file_text, validation_text
+from tools.evaluation.texts import open_cache
 from tools.loading.model import LoadedModel, load_model
 
 LENGTH = 32
@@ -133,6 +135,25 @@ def test_huggingface_folder_has_the_loss_of_its_run(trained_run: Path, tmp_path:
     assert export_["loss"] == pytest.approx(run["loss"], abs=1e-5)
     for key in ("tokens", "bytes", "documents", "sequence_length", "stride"):
         assert export_[key] == run[key]
+
+
+def test_batches_of_a_hub_model_are_kept_by_name_and_commit(tmp_path: Path, capsys) -> None:
+    batch = {"tokens": torch.arange(8).view(1, 8)}
+
+    def measure(name: str, commit: str | None, value: float) -> float:
+        """Return the value of the batch for a model, computed as `value` if the cache lacks it."""
+        config = {"batch": {"sequence_length": 8}}
+        text = HuggingFaceText(name, SummedLoss(torch.nn.Linear(1, 1)), None, torch.device("cpu"), config, 2, commit)
+        return cached(open_cache(text, tmp_path / "results.json"), "nll", batch, lambda: value)
+
+    assert measure("org/tiny", "c0ffee", 1.5) == 1.5
+    assert capsys.readouterr().err == ""
+    assert measure("org/tiny", "c0ffee", 2.5) == 1.5
+    assert "resuming with 1 batches of an interrupted evaluation" in capsys.readouterr().err
+    assert measure("org/tiny", "facade", 3.5) == 3.5
+    assert measure("org/other", "facade", 4.5) == 4.5
+    assert measure("org/tiny", None, 5.5) == 5.5
+    assert measure("org/tiny", None, 6.5) == 6.5
 
 
 def test_raw_files(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -137,6 +137,30 @@ def test_scores_and_sample_of_the_summary(tmp_path: Path, monkeypatch: pytest.Mo
     assert (data["steps_a_point"], data["train"]["step"]) == (2, [2, 3])
 
 
+SCORES = {
+    "checkpoint": "x",
+    "step": 30,
+    "device": "cpu",
+    "date": "2026-11-23T12:00:00",
+    "results": {"suite": {"tiny": {"acc": 0.75, "seconds": 9.5}, "whole": {"acc": 0.5}}},
+    "details": {
+        "suite": {
+            "tiny": {"acc": {"stderr": 0.25, "chance": 0.3125, "documents": 4, "whole": 100}},
+            "whole": {"acc": {"stderr": None, "chance": None, "documents": 50}},
+        }
+    },
+}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_page_shows_scores_with_error_chance_and_documents(run: Path) -> None:
+    (run / "results.json").write_text(json.dumps(SCORES))
+    text = shown_by_node(write_report(run)).replace("\u00a0", " ")
+    assert "metric value standard error chance documents" in text
+    assert "tiny acc 0.75 ± 0.25 0.3125 4 of 100 (too few to measure)" in text
+    assert re.search(r"whole acc 0\.5 +50(?! \()", text)
+
+
 def test_page_of_several_runs(run: Path, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Show results, curves, differing keys, and scores with their significance, in one file."""
     other = tmp_path / "other<b>"
@@ -148,6 +172,7 @@ def test_page_of_several_runs(run: Path, trained_run: Path, tmp_path: Path, caps
         target = folder / "evaluation" / "step_00000030" / "results.json"
         target.parent.mkdir(parents=True)
         target.write_text(json.dumps({"metalion": {"title": "m", "documents": {"t": {"acc": entry}}}, "results": {}}))
+    (other / "results.json").write_text(json.dumps(SCORES))
     assert main([str(run), str(other), "--html", "-o", str(tmp_path / "runs.html")]) == 0
     text = (tmp_path / "runs.html").read_text(encoding="utf-8")
     page = Page()
@@ -158,6 +183,10 @@ def test_page_of_several_runs(run: Path, trained_run: Path, tmp_path: Path, caps
     assert picture is not None
     assert picture.startswith("data:image/svg+xml;base64,")
     rows = [re.sub(r"<[^>]*>", "|", line) for line in text.splitlines() if line.startswith("<tr><td>")]
+    scores = {row.replace("||", "|").replace("\u00a0", " ").strip("|") for row in rows if "|suite|" in row}
+    assert scores == {"suite|tiny|acc|-|0.75 ± 0.25, n = 4", "suite|whole|acc|-|0.5"}, "seconds are no metric"
+    assert '<td>suite</td><td class="text">tiny</td><td class="text">acc</td><td>-</td>' in text
+    assert "n: documents. Scores on fewer than 50 show only that the task runs." in text
     assert any("|my run|" in row and "|30|" in row for row in rows)
     assert [row for row in rows if "optimizer.lr" in row]
     assert not [row for row in rows if "run.name" in row]
