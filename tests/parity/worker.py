@@ -106,7 +106,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         case.config,
         case.parallel,
         grid,
-        dtype=case.dtype,
+        dtype=case.dtype if case.fp8 == "none" or grid.device.type == "cpu" else "bf16",  # CUDA needs it for FP8
         state=case.state,
         fp8=case.fp8,
         count_correct=True,
