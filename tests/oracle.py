@@ -33,6 +33,7 @@ def train(
     device: str = "cpu",
     accuracies: list[float] | None = None,
     fp8: Recipe | None = None,
+    muon: bool = False,
 ) -> list[tuple[float, float]]:
     """Return (loss, gradient norm before clipping) of every step.
 
@@ -40,14 +41,19 @@ def train(
 
     accuracies: receives per step the share of the loss weight on correctly predicted tokens.
     fp8: of the blocks' projections, one by one.
+    muon: the matrices of the blocks' linear layers by Muon, in float64.
     """
     with torch.device(device):
         model = LanguageModel(config, seed=seed)
     if fp8 is not None:
         names = select_projections(model, 1)[0]
         use_fp8(model, names, fp8)
-    decay, exempt = [], []
+    decay, exempt, matrices = [], [], []
+    linears = {id(module.weight) for module in model.blocks.modules() if isinstance(module, torch.nn.Linear)}
     for name, parameter in model.named_parameters():
+        if muon and id(parameter) in linears:
+            matrices.append(parameter)
+            continue
         embedding = name.startswith("embedding") and "projection" not in name
         no_decay = parameter.ndim < 2 or "norm" in name or "decay" in name.rpartition(".")[2] or embedding
         (exempt if no_decay else decay).append(parameter)
@@ -58,6 +64,7 @@ def train(
         eps=1e-8,
         fused=True,
     )
+    momenta = [torch.zeros_like(matrix, dtype=torch.float64) for matrix in matrices]
     history = []
     for step, micro_batches in enumerate(steps):
         progress = min(1.0, max(0.0, (step - warmup) / max(1, total - warmup)))
@@ -76,8 +83,23 @@ def train(
             accuracy += ((logits.argmax(-1) == batch["labels"]) * batch["loss_weight"]).sum().item() / weight
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip else math.inf)
         optimizer.step()
-        optimizer.zero_grad()
+        for matrix, momentum in zip(matrices, momenta, strict=True):
+            muon_update(matrix, momentum, rate, weight_decay)
+        model.zero_grad()
         history.append((loss, norm.item()))
         if accuracies is not None:
             accuracies.append(accuracy)
     return history
+
+
+@torch.no_grad()
+def muon_update(matrix: Tensor, momentum: Tensor, lr: float, weight_decay: float, mu: float = 0.95) -> None:
+    """Update a matrix by Muon with Nesterov momentum, in the form of its authors, and AdamW's root mean square."""
+    gradient = matrix.grad.double()
+    momentum.mul_(mu).add_(gradient)
+    direction = gradient + mu * momentum
+    x = direction / direction.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    matrix.mul_(1 - lr * weight_decay).sub_((lr * 0.2 * max(matrix.shape) ** 0.5 * x).to(matrix.dtype))

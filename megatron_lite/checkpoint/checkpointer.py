@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron_lite.checkpoint.reader import (
     CheckpointError,
     Reader,
     exists,
+    is_muon,
     read_manifest,
     resolve,
 )
@@ -46,6 +47,8 @@ class Checkpointer(CheckpointWriter):
         optimizer.loss_scaler = manifest["loss_scale"]
         optimizer.finish_load(manifest["optimizer_steps"])
         barrier(grid)
+        if grid.is_main and (change := optimizer_change(manifest, self._engine.muon_parameters)):
+            print(f"optimizer of {path}: {change}")
         return manifest["state"]
 
     def latest(self) -> Path | None:
@@ -58,16 +61,43 @@ class Checkpointer(CheckpointWriter):
         manifest = read_manifest(path)
         check_shapes(self._engine.parameter_shapes(), manifest, path)
         reader = Reader(path, manifest)
-        optimizer = self._engine.optimizer_state
+        optimizer, muon = self._engine.optimizer_state, self._engine.muon_parameters
         kinds = {kind: kind for kind in ("weight", *OPTIMIZER_KEYS)}
         if optimizer.has_average:  # which begins at the weights of a checkpoint without one
             kinds[AVERAGE] = AVERAGE if manifest.get(AVERAGE) else "weight"
         for kind, stored in kinds.items():  # kind by kind, so that a resharded tensor is assembled only once
             for fragment in optimizer.fragments():
-                target = fragment.tensors[kind]
-                if target.numel():
+                target = fragment.tensors.get(kind)
+                if target is None or not target.numel():
+                    continue
+                if kind in OPTIMIZER_KEYS and fragment.name not in muon and is_muon(manifest, fragment.name):
+                    target.zero_()  # without the second moment, AdamW cannot use the first one
+                else:
                     target.copy_(reader.read(stored, fragment.name, fragment.shard, fragment.start, target.numel()))
         return path, manifest, reader.not_finite
+
+
+def optimizer_change(manifest: Mapping[str, Any], muon: Collection[str]) -> str:
+    """Return what a change of the optimizer keeps and drops of a checkpoint's state; empty without a change.
+
+    muon: names of the parameters that Muon updates from now on.
+    """
+    if manifest.get("optimizer") == "none":
+        return ""
+    stored = {name for name in manifest["tensors"] if is_muon(manifest, name)}
+    to_muon, to_adamw = len(set(muon) - stored), len(stored - set(muon))
+    changes = []
+    if to_muon:
+        changes.append(
+            f"{to_muon} matrices change from AdamW to Muon: weights and first moments (as momentum) are kept, second moments "
+            "are dropped"
+        )
+    if to_adamw:
+        changes.append(
+            f"{to_adamw} matrices change from Muon to AdamW: weights are kept, momentum is dropped and both moments begin at "
+            "zero"
+        )
+    return "; ".join(changes) + "; the state of all other parameters is kept" if changes else ""
 
 
 def check_shapes(model: Mapping[str, tuple[int, ...]], manifest: Mapping[str, Any], path: Path) -> None:

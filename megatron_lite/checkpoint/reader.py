@@ -2,13 +2,13 @@
 
 A checkpoint is a folder `step_00000100/` with
 
-- `manifest.json`: format version, step, trainer state, layout, software versions, command line; shape, sharding spec and pieces
-  of every tensor; size and SHA-256 of every file; `finite`: all tensors were checked to be finite;
+- `manifest.json`: format version, step, trainer state, layout, software versions, command line; shape, sharding spec, pieces
+  and optimizer (if it is Muon) of every tensor; size and SHA-256 of every file; `finite`: all tensors were checked to be finite;
 - `config.yml`: the resolved configuration;
 - `SHA256SUMS`: SHA-256 of all files, the manifest included, as `sha256sum -c` reads it;
 - `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: the flat float32 pieces that rank R owned.
-  Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names. With the manifest's key `ema` the
-  optimizer files also hold `ema/NAME`, the average of the weights.
+  Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names. Muon has no `exp_avg_sq`. With the
+  manifest's key `ema` the optimizer files also hold `ema/NAME`, the average of the weights.
 
 A piece is `numel` elements from `start` on of the flattened tensor, or of its `shard` = [dimension, index, count] under tensor
 parallelism. Each process writes the pieces that it owns. The reader assembles any part of any tensor from them. The folder is
@@ -183,11 +183,17 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     return dict(Weights(path).items())
 
 
-def optimizer_kinds(manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds of tensors in the optimizer files of a checkpoint; none for imported weights."""
+def optimizer_kinds(manifest: Mapping[str, Any], name: str | None = None) -> tuple[str, ...]:
+    """Return the kinds of tensors in the optimizer files of a checkpoint, or of one parameter; none for imported weights."""
     if manifest.get("optimizer") == "none":
         return ()
-    return (*OPTIMIZER_KEYS, *((AVERAGE,) if manifest.get(AVERAGE) else ()))
+    moments = OPTIMIZER_KEYS if name is None or not is_muon(manifest, name) else OPTIMIZER_KEYS[:1]
+    return (*moments, *((AVERAGE,) if manifest.get(AVERAGE) else ()))
+
+
+def is_muon(manifest: Mapping[str, Any], name: str) -> bool:
+    """Return whether Muon updated a parameter of a checkpoint, so that it has no second moment."""
+    return manifest["tensors"][name].get("optimizer") == "muon"
 
 
 class Weights(Mapping[str, Tensor]):
@@ -299,7 +305,7 @@ class Reader:
             ) from error
 
     def _read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
-        if kind != "weight" and self._manifest.get("optimizer") == "none":  # imported weights
+        if kind != "weight" and kind not in optimizer_kinds(self._manifest, name):
             return torch.zeros(numel, dtype=torch.float32)
         entry = self._manifest["tensors"][name]
         size = math.prod(entry["shape"])

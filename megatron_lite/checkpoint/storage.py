@@ -139,6 +139,7 @@ def rewrite(
         write_text(directory / "latest", final.name + "\n")  # the same command was killed before this line
         return final
     kinds = {"weights": ("weight",), "optimizer": optimizer_kinds(manifest)}
+    held = {name: ("weight", *optimizer_kinds(manifest, name)) for name in tensors}
     with _temporary_folder(final) as temporary:
         for rank, parts in enumerate(ranks):
             for stem, names in kinds.items():
@@ -146,6 +147,7 @@ def rewrite(
                     f"{kind}/{part.name}": reader.read(kind, part.name, part.shard, part.start, part.numel).clone()
                     for kind in names
                     for part in parts
+                    if kind in held[part.name]
                 }
                 if names:
                     files |= write_file(temporary / f"{stem}-{rank:05d}.safetensors", group)

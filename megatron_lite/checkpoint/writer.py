@@ -124,6 +124,8 @@ class CheckpointWriter:
             "loss_scale": engine.optimizer_state.loss_scaler,
             **({AVERAGE: True} if engine.optimizer_state.has_average else {}),
         }
+        for name in engine.muon_parameters:
+            manifest["tensors"][name]["optimizer"] = "muon"
         pieces, groups = self._copy_pieces()
         work = self._start(lambda: self._write(temporary, pieces, groups, problem))
         self._save = _Save(step, path, temporary, manifest, config_yaml, work, begin, time.perf_counter() - begin)

@@ -17,6 +17,7 @@ from .data_checks import data_problems
 from .files import KeyPath
 from .fp8_schema import fp8_problems
 from .image_schema import tokens_per_image
+from .optimizer_schema import muon_conflict
 from .schema import CheckpointConfig, Config, RunConfig
 
 DERIVED_KEYS: tuple[tuple[str, str], ...] = (
@@ -136,6 +137,9 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     if config.precision.dtype == "fp16" and config.run.device == "cpu":
         text = "= fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed"
         yield Problem(("precision", "dtype"), text)
+    conflict = muon_conflict(config.precision.dtype, config.parallel.zero_stage)
+    if config.optimizer.name == "muon" and conflict:
+        yield Problem(("optimizer", "name"), f"= muon {conflict}")
     if config.precision.optimizer_state == "bf16" and config.precision.dtype != "bf16":
         text = f"= bf16 with precision.dtype = {config.precision.dtype}: fp32 is allowed, or set precision.dtype=bf16"
         yield Problem(("precision", "optimizer_state"), text)

@@ -1,8 +1,8 @@
 """Define every section and key of a configuration with its type, range, default and description.
 
 Derived keys (see `derived_values` in `checks.py`) are filled in before the sections are built, so the rest of the project
-reads plain values: `config.batch.gradient_accumulation_steps` is always an `int`. The section `data` is in
-`data_schema.py`. `configs/README.md` is generated from the descriptions.
+reads plain values: `config.batch.gradient_accumulation_steps` is always an `int`. The sections `data` and `optimizer` are in
+`data_schema.py` and `optimizer_schema.py`. `configs/README.md` is generated from the descriptions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pydantic import Field
 from megatron_lite.config.data_schema import DataConfig
 from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.image_schema import ClassificationConfig
+from megatron_lite.config.optimizer_schema import OptimizerConfig
 from megatron_lite.config.section import Fraction, Section, Steps, Text
 
 ModelT = TypeVar("ModelT")
@@ -138,29 +139,6 @@ class BatchConfig(Section):
     def data_ranks(self) -> int:
         """Return the number of data ranks that the batch sizes imply."""
         return self.global_batch_size // (self.micro_batch_size * self.gradient_accumulation_steps)
-
-
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019) and gradient clipping."""
-
-    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
-    lr: float = Field(description="Peak learning rate.", gt=0)
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.95), description="Decay rates of the first and second moment."
-    )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the square root of the second moment.")
-    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay.")
-    gradient_clipping: float = Field(default=1.0, ge=0, description="Maximum global gradient norm; 0: no clipping.")
-    ema_decay: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Decay of an exponential moving average of the weights, which validations, exports and other commands use. "
-        "It needs 4 bytes per parameter, sharded as the optimizer state. 0: none.",
-    )
-    no_weight_decay: tuple[Literal["norm", "bias", "decay", "embedding"], ...] = Field(
-        default=("norm", "bias", "decay", "embedding"), description="Parameter groups without weight decay."
-    )
 
 
 class ScheduleConfig(Section):

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.deepspeed import deepspeed_config, import_deepspeed, restore_linear, share_weights
 from megatron_lite.engine.model_shard import LayerSpec, ModelShard
+from megatron_lite.engine.optimizer import optimizer_of
 from megatron_lite.engine.parallelize import parallelize
 from megatron_lite.engine.precision import fp8_summary
 from megatron_lite.engine.sequential import Batch, Sequential
 from megatron_lite.metrics.per_source_loss import per_source_loss, with_loss_weight_grad
 from megatron_lite.optim.bf16_optimizer import patch_bf16_optimizer
-from megatron_lite.optim.param_groups import build_optimizer
 from megatron_lite.optim.zero_state import OptimizerState
 from megatron_lite.parallel.collectives import all_reduce_async, all_reduce_sum
 from megatron_lite.parallel.context_parallel import ContextParallelGroup, context_parallel_group, local_shard
@@ -88,6 +88,7 @@ class Engine:
         sharding_specs: sharding spec of every parameter of the model, by canonical name.
         fp8_summary: one line that names the projections in FP8 and the others; empty without FP8.
         optimizer_state: master weights, moments and loss scale of this process.
+        muon_parameters: names of the parameters that Muon updates, of all processes.
     """
 
     def __init__(
@@ -129,16 +130,10 @@ class Engine:
         self.fp8_summary = fp8_summary(precision.fp8, shard.model, grid.tensor_size, dtype)
         self.model, self.layers, self.sharding_specs = shard.model, list(shard.layers.values()), shard.sharding_specs
         self._context = context_parallel_group(grid)
-        filler = nn.Parameter(torch.zeros(1, device=grid.device)) if grid.pipe_size > 1 else None
-        client = build_optimizer(
-            shard.parameters_with_kind(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            no_weight_decay=optimizer.no_weight_decay,
-            filler=filler,
-        )
+        client, fillers = optimizer_of(optimizer, shard, dtype=dtype, parallel=parallel, grid=grid)
+        self.muon_parameters = {
+            name for name, kind in shard.kinds.items() if kind == "matrix" and optimizer.name == "muon"
+        }
         setting = Setting(dtype, parallel.zero_stage, grid.replicas, optimizer_state=precision.optimizer_state)
         calls = parallelize(
             shard.layers,
@@ -162,8 +157,8 @@ class Engine:
         )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory statistics
             model, unit = self._module(calls)
-            if any(parameter is filler for group in client.param_groups for parameter in group["params"]):
-                model.register_parameter("filler", filler)
+            for index, filler in enumerate(fillers):
+                model.register_parameter(f"filler{index}", filler)
             self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=unit)
         share_weights(zero)
         cuda = grid.device.type == "cuda"

@@ -43,7 +43,8 @@ class ModelShard:
         layers: index in the model -> layer, of this stage.
         tensor: the processes that share these layers; None without tensor parallelism.
         tied: name of a layer -> name of the layer whose `weight` it shares.
-        shapes, sharding_specs: full shape and sharding spec of every parameter of the model by canonical name, a tied one once.
+        shapes, sharding_specs, kinds: full shape, sharding spec and `parameter_kind` of every parameter of the model by canonical
+            name, a tied one once.
 
     Raises:
         ValueError: as `parallelize.shard_and_fuse`.
@@ -98,7 +99,7 @@ class ModelShard:
 
     def parameters_with_kind(self) -> list[tuple[nn.Parameter, str]]:
         """Return this stage's parameters, each with its kind, which decides its weight decay."""
-        return [(parameter, self._kinds[name]) for name, parameter, _ in self.named_parameters()]
+        return [(parameter, self.kinds[name]) for name, parameter, _ in self.named_parameters()]
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """Yield this stage's parameters, each with its part of the full tensor."""
@@ -111,12 +112,14 @@ class ModelShard:
         """Set the shape, sharding spec and kind of every parameter of the model, by canonical name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.sharding_specs: dict[str, ShardingSpec] = {}
-        self._kinds: dict[str, str] = {}
-        for spec, layer in zip(specs, self.model, strict=True):
+        self.kinds: dict[str, str] = {}
+        for index, (spec, layer) in enumerate(zip(specs, self.model, strict=True)):
             specs_of_layer = sharding_specs(layer)
             for key, parameter in layer.named_parameters():
                 if spec.tied_to is not None and key == "weight":
                     continue
                 name = f"{spec.name}.{key}"
                 self.shapes[name], self.sharding_specs[name] = tuple(parameter.shape), specs_of_layer[key]
-                self._kinds[name] = parameter_kind(layer, key)
+                kind = parameter_kind(layer, key)
+                # Embedding and head are no blocks: AdamW updates their matrices.
+                self.kinds[name] = "weight" if kind == "matrix" and index in (0, len(specs) - 1) else kind

@@ -273,6 +273,11 @@ class _Kernels:
         for group, master in enumerate(zero.fp32_groups_flat_partition):
             state, options = zero.optimizer.state[master], zero.optimizer.param_groups[group]
             state["step"] = state["step"].cpu()
+            if options.get("muon"):
+                gradient = self._flat_gradient(group, master, gradients)
+                zero.optimizer.update(options, master, gradient, factor)
+                weights[group].copy_(master)
+                continue
             segments[group].adamw(
                 pointers[group],
                 master,
@@ -286,6 +291,17 @@ class _Kernels:
                 eps=options["eps"],
                 weight_decay=options["weight_decay"],
             )
+
+    def _flat_gradient(self, group: int, master: Tensor, gradients: list[list[Tensor | None]] | None) -> Tensor:
+        """Return the gradient of the flat master weights of a group, float32 [elements]."""
+        if gradients is None:
+            return self._zero.fp32_groups_gradient_flat_partition[group]
+        flat, offset = torch.zeros_like(master, dtype=torch.float32), 0
+        for parameter, gradient in zip(self._zero.bf16_groups[group], gradients[group], strict=True):
+            if gradient is not None:
+                flat.narrow(0, offset, parameter.numel()).copy_(gradient.reshape(-1))
+            offset += parameter.numel()
+        return flat
 
     def count_update(self, applied: bool) -> None:
         self._pointers = []

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.optim.muon import Muon
+from megatron_lite.optim.whole_matrices import MatrixPiece
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.sharding_plan import Shard
 
@@ -45,8 +47,8 @@ class OptimizerFragment:
     Attributes:
         name, shard, primary: as in `ShardedParameter`.
         start: offset of the fragment in the flattened shard.
-        tensors: "weight", "exp_avg", "exp_avg_sq": views [numel] of the live state in float32, or bf16 if it is stored so. With
-            an average of the weights also "ema", in float32.
+        tensors: "weight", "exp_avg", "exp_avg_sq": views [numel] of the live state in float32, or bf16 if it is stored so. Muon's
+            matrices have no "exp_avg_sq"; "exp_avg" is their momentum. With an average of the weights also "ema", in float32.
     """
 
     name: str
@@ -100,12 +102,17 @@ class OptimizerState:
         self._zero, self._adamw, self._parameters = zero, adamw, list(parameters)
         self._stage, self._dtype, self._grid = stage, dtype, grid
         # AdamW creates its state at the first step, but a checkpoint may be loaded before.
-        for flat in self._flats:
-            adamw.state[flat] = {
+        for index, flat in enumerate(self._flats):
+            state = {
                 "step": torch.zeros((), dtype=torch.float32, device=flat.device),
                 "exp_avg": torch.zeros_like(flat.data),
-                "exp_avg_sq": torch.zeros_like(flat.data),
             }
+            if isinstance(adamw, Muon) and adamw.param_groups[index]["muon"]:
+                state["exp_avg"] = state["exp_avg"].to(adamw.options.momentum_dtype)
+                adamw.attach(list(self._matrix_pieces(index)), self._grid.stage_group)
+            else:
+                state["exp_avg_sq"] = torch.zeros_like(flat.data)
+            adamw.state[flat] = state
         self._ema_decay, self._updates, self.has_average = ema_decay, 0, ema_decay > 0
         self._averages: dict[str, Tensor] = {}
         if self.has_average:
@@ -121,7 +128,7 @@ class OptimizerState:
                 mapping = parameter._hp_mapping
                 state = self._adamw.state[self._flats[mapping.param_group_index]]
                 start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-                tensors = {key: state[key].narrow(0, start, numel) for key in ("exp_avg", "exp_avg_sq")}
+                tensors = {key: state[key].narrow(0, start, numel) for key in _MOMENTS if key in state}
                 tensors["weight"] = mapping.hp_fragment.data.view(-1)[:numel]
                 start = mapping.lp_fragment_address.start
             else:
@@ -163,10 +170,10 @@ class OptimizerState:
             self.finish_load(step)
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the flat buffers of the fragments: master weights and both moments of each parameter group, with padding."""
+        """Yield the flat buffers of the fragments: master weights and moments of each parameter group, with padding."""
         for flat in self._flats:
             state = self._adamw.state[flat]
-            yield from (flat.data, state["exp_avg"], state["exp_avg_sq"])
+            yield from (flat.data, *(state[key] for key in _MOMENTS if key in state))
 
     def weight_buffers(self) -> list[NamedBuffer]:
         """Return the weights that the forward pass reads, as far as every data and context rank holds equal copies.
@@ -194,8 +201,13 @@ class OptimizerState:
         fragments = [fragment for fragment in self.fragments() if fragment.shard.count == 1]
         kinds = {"weight": "master weight", "exp_avg": "exp_avg of", "exp_avg_sq": "exp_avg_sq of"}
         state = [
-            [(f"{label} {fragment.name}", fragment.tensors[kind]) for fragment in fragments]
+            [
+                (f"{label} {fragment.name}", fragment.tensors[kind])
+                for fragment in fragments
+                if kind in fragment.tensors and fragment.tensors[kind].dtype == dtype
+            ]
             for kind, label in kinds.items()
+            for dtype in (torch.float32, torch.bfloat16)
         ]
         return [weights, *state]
 
@@ -280,17 +292,29 @@ class OptimizerState:
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         return next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))
 
+    def _matrix_pieces(self, group: int) -> Iterator[MatrixPiece]:
+        """Yield the pieces of matrices in the flat master weights of a parameter group, under stage 1 or 2."""
+        for sharded in self._parameters:
+            mapping, shard = sharded.parameter._hp_mapping, sharded.shard
+            if mapping is not None and mapping.param_group_index == group and mapping.hp_fragment_address.numel:
+                shape = list(sharded.parameter.shape)
+                shape[shard.dim] *= shard.count
+                at = mapping.hp_fragment_address
+                start = mapping.lp_fragment_address.start
+                yield MatrixPiece(sharded.name, (shape[0], shape[1]), shard, start, at.numel, at.start)
+
     def _partition(self, parameter: Any) -> tuple[int, dict[str, Tensor]]:
         """Return the start of this process's part of a parameter under stage 3, and its state."""
         per_rank = parameter.ds_tensor.ds_numel
         start = self._grid.replica_rank * per_rank
         numel = max(0, min(per_rank, parameter.ds_numel - start))  # the last ranks hold padding
         tensors = {"weight": self._zero.get_local_fp32_param(parameter)}
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in _MOMENTS:
             tensors[key] = self._zero.get_local_fp32_param(parameter, key)
         return min(start, parameter.ds_numel), {key: tensor.data.view(-1)[:numel] for key, tensor in tensors.items()}
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # Muon's matrices have the first alone
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # The whole 16-bit (or float32) weights of a parameter group; stages 1 and 2; stage 1 in bf16.
 _MODEL_FLATS = ("bit16_groups_flat", "bf16_groups_flat")

@@ -35,6 +35,7 @@ class Grid:
         pipe_rank, pipe_size: decide the layers it holds.
         device: the device of this process.
         tensor_group, context_group: the processes that differ in that coordinate only; None for a single process.
+        stage_group: the processes with the same layers, of all tensor, context and data ranks; None for a single process.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Grid:
     pipe_size: int = 1
     tensor_group: dist.ProcessGroup | None = None
     context_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -131,6 +133,7 @@ def init_grid(
         pipe_size=pipeline,
         tensor_group=_group(ranks, 3, rank, urgent=place.type == "cuda"),
         context_group=_group(ranks, 2, rank),
+        stage_group=_group(ranks.reshape(pipeline, -1), 1, rank),
     )
 
 

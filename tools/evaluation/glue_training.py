@@ -114,7 +114,7 @@ def finetune(
         dtype=torch.float32,
         ignore_mismatched_sizes=True,
     )
-    optimizer = build_optimizer(
+    optimizer, _ = build_optimizer(
         [(parameter, parameter_kind(model, key)) for key, parameter in model.named_parameters()],
         lr=recipe.lr,
         betas=(0.9, 0.98),

@@ -342,6 +342,16 @@ def test_nearest_batch_sizes_are_legal() -> None:
             "recipe=none",
         ),
         (
+            ("optimizer.name=muon", "precision.dtype=fp16"),
+            "optimizer.name = muon is not supported with precision.dtype = fp16, in which it was not shown to be stable: "
+            "bf16 and fp32 are allowed, or optimizer.name = adamw",
+        ),
+        (
+            ("optimizer.name=muon", "parallel.zero_stage=3"),
+            "optimizer.name = muon is not supported with parallel.zero_stage = 3, which cuts every matrix: 0, 1 and 2 are "
+            "allowed, or optimizer.name = adamw",
+        ),
+        (
             ("run.device=cpu", "precision.dtype=fp16"),
             "precision.dtype = fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed",
         ),

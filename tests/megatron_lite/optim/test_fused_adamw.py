@@ -122,7 +122,10 @@ def test_steps_where_some_have_no_gradient(
     check_steps(monkeypatch, kernels=True, accumulation=accumulation, release=True, device=device)
 
 
-def test_steps_with_kernels_equal_those_with_torch(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_steps_with_kernels_equal_those_with_torch(
+    build, device: str, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
     """Run steps of one and of several micro-batches, skipped steps, and one with a non-finite gradient."""
     steps = [*batches(2, accumulation=1), *batches(2), *batches(3, accumulation=1)]
     changed = megatron_lite.engine.engine.patch_bf16_optimizer
@@ -133,7 +136,7 @@ def test_steps_with_kernels_equal_those_with_torch(build, device: str, monkeypat
             "patch_bf16_optimizer",
             lambda *args, by=kernels, **_: changed(*args, release=True, kernels=by),
         )
-        engine = build(model_config(), dtype="bf16", accumulation=1)
+        engine = build(model_config(), dtype="bf16", accumulation=1, optimizer={"name": optimizer})
         zero = engine._engine.optimizer
         assert isinstance(zero.step.__self__._arithmetic, bf16_step._Kernels if kernels else bf16_step._Torch)
         steps_done = []

@@ -1,0 +1,48 @@
+"""Build the optimizer of the configuration for the parameters of a model shard."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron_lite.config.optimizer_schema import muon_conflict
+from megatron_lite.config.schema import OptimizerConfig, ParallelConfig
+from megatron_lite.engine.model_shard import ModelShard
+from megatron_lite.optim.muon import MuonOptions
+from megatron_lite.optim.param_groups import build_optimizer
+from megatron_lite.parallel.grid import Grid
+
+
+def optimizer_of(
+    config: OptimizerConfig, shard: ModelShard, *, dtype: str, parallel: ParallelConfig, grid: Grid
+) -> tuple[torch.optim.AdamW, list[nn.Parameter]]:
+    """Return the optimizer and the fillers of its empty groups, which the trained module must register.
+
+    Raises:
+        ValueError: Muon with fp16 or ZeRO 3, or for a model without matrices in its blocks.
+    """
+    muon = None
+    if config.name == "muon":
+        if problem := muon_conflict(dtype, parallel.zero_stage):
+            raise ValueError(f"optimizer.name = muon {problem}")
+        if "matrix" not in shard.kinds.values():
+            raise ValueError(
+                "optimizer.name = muon: the blocks of this model have no matrices (weights of linear layers); "
+                "adamw is allowed"
+            )
+        muon = MuonOptions(
+            momentum=config.muon.momentum,
+            nesterov=config.muon.nesterov,
+            momentum_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[config.muon.momentum_dtype],
+            compute_dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
+        )
+    return build_optimizer(
+        shard.parameters_with_kind(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        no_weight_decay=config.no_weight_decay,
+        muon=muon,
+        filler_device=grid.device if grid.pipe_size > 1 else None,
+    )

@@ -1,0 +1,142 @@
+"""Collect whole matrices from flat tensors that ZeRO and tensor parallelism have cut, each on one process.
+
+Every process receives matrices of about equal cost, and sends the results back to the processes that hold their pieces. Of
+equal copies one is collected, and all of them receive the same result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.parallel.sharding_plan import Shard
+
+
+@dataclass(frozen=True)
+class MatrixPiece:
+    """A range of a matrix in the flat tensor of a process.
+
+    Attributes:
+        name, shape: of the whole matrix.
+        shard: the part of the matrix that tensor parallelism gave to the process.
+        start: offset of the piece in the flattened shard.
+        numel: its elements.
+        offset: its offset in the flat tensor.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    shard: Shard
+    start: int
+    numel: int
+    offset: int
+
+
+class WholeMatrices:
+    """The plan of the exchange. Every process of the group builds it and calls `gather`, then `scatter`.
+
+    Args:
+        pieces: of this process.
+        group: the process group; None: this process alone.
+    """
+
+    def __init__(self, pieces: Sequence[MatrixPiece], group: Any) -> None:
+        self.pieces, self._group = list(pieces), group
+        everyone: list[list[MatrixPiece]] = [self.pieces]
+        self._rank = 0
+        if group is not None:
+            everyone = [[] for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(everyone, self.pieces, group=group)
+            self._rank = dist.get_rank(group)
+        ranks = range(len(everyone))
+        owners = assign_owners({piece.name: piece.shape for local in everyone for piece in local}, len(everyone))
+        # Of equal pieces, the first process sends its own.
+        sources: dict[tuple[str, Shard, int], int] = {}
+        for rank, local in enumerate(everyone):
+            for piece in local:
+                sources.setdefault((piece.name, piece.shard, piece.start), rank)
+
+        def sent(rank: int, owner: int) -> list[MatrixPiece]:
+            return [
+                piece
+                for piece in everyone[rank]
+                if owners[piece.name] == owner and sources[piece.name, piece.shard, piece.start] == rank
+            ]
+
+        me = self._rank
+        self._outgoing = [sent(me, owner) for owner in ranks]
+        self._incoming = [sent(rank, me) for rank in ranks]
+        self._results_out = [[piece for piece in everyone[rank] if owners[piece.name] == me] for rank in ranks]
+        self._results_in = [[piece for piece in self.pieces if owners[piece.name] == owner] for owner in ranks]
+
+    def gather(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the whole matrices of this process by name, from the flat tensors [elements] of all processes."""
+        outgoing = [flat.narrow(0, piece.offset, piece.numel) for part in self._outgoing for piece in part]
+        received = self._exchange(outgoing, self._outgoing, self._incoming, flat)
+        shards: dict[tuple[str, tuple[int, int], Shard], list[tuple[int, Tensor]]] = defaultdict(list)
+        for piece, tensor in received:
+            shards[piece.name, piece.shape, piece.shard].append((piece.start, tensor))
+        matrices: dict[str, Tensor] = {}
+        for (name, shape, shard), parts in shards.items():
+            whole = torch.cat([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
+            whole = whole.view(shard.shape(shape))
+            if shard.count == 1:
+                matrices[name] = whole
+            else:
+                shard.cut(matrices.setdefault(name, flat.new_empty(shape))).copy_(whole)
+        return {name: matrices[name] for name in sorted(matrices)}
+
+    def scatter(self, matrices: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
+        """Return the pieces [numel] of this process, in the order of `pieces`, from the matrices of all processes.
+
+        like: the dtype and device of the communication.
+        """
+        flats = {
+            (piece.name, piece.shard): piece.shard.cut(matrices[piece.name]).to(like.dtype).reshape(-1)
+            for part in self._results_out
+            for piece in part
+        }
+        outgoing = [
+            flats[piece.name, piece.shard].narrow(0, piece.start, piece.numel)
+            for part in self._results_out
+            for piece in part
+        ]
+        received = self._exchange(outgoing, self._results_out, self._results_in, like)
+        by_offset = {piece.offset: tensor for piece, tensor in received}
+        return [by_offset[piece.offset] for piece in self.pieces]
+
+    def _exchange(
+        self,
+        tensors: list[Tensor],
+        outgoing: list[list[MatrixPiece]],
+        incoming: list[list[MatrixPiece]],
+        like: Tensor,
+    ) -> list[tuple[MatrixPiece, Tensor]]:
+        """Send `tensors`, one per outgoing piece; return the incoming pieces with their elements."""
+        pieces = [piece for part in incoming for piece in part]
+        if self._group is None:
+            return list(zip(pieces, tensors, strict=True))
+        sizes = [[sum(piece.numel for piece in part) for part in parts] for parts in (incoming, outgoing)]
+        received = like.new_empty(sum(sizes[0]))
+        dist.all_to_all_single(received, torch.cat([like[:0], *tensors]), *sizes, group=self._group)
+        return list(zip(pieces, received.split([piece.numel for piece in pieces]), strict=True))
+
+
+def assign_owners(shapes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, int]:
+    """Return the owner of every matrix: the most expensive first, each to the process with the least cost so far.
+
+    The cost is that of the Gram matrices: small^2 (2 large + small) for a matrix small x large.
+    """
+    cost = {name: min(shape) ** 2 * (2 * max(shape) + min(shape)) for name, shape in shapes.items()}
+    load = [0] * ranks
+    owners: dict[str, int] = {}
+    for name in sorted(cost, key=lambda name: (-cost[name], name)):
+        owners[name] = min(range(ranks), key=lambda rank: load[rank])
+        load[owners[name]] += cost[name]
+    return owners
