@@ -72,11 +72,13 @@ class LayoutCase:
     state: str = "fp32"
     packed: bool = False
     fp8: str = "none"
+    optimizer: str = "adamw"
 
     @property
     def name(self) -> str:
         changes = "".join(f"-{key}={value}" for key, value in self.changes.items())
         changes += "-masked" if self.masked else "-packed" if self.packed else ""
+        changes += "" if self.optimizer == "adamw" else f"-{self.optimizer}"
         changes += "" if self.dtype == "fp32" else f"-{self.dtype}"
         changes += "" if self.fp8 == "none" else f"-fp8_{self.fp8}"
         return f"{self.layout}-{self.model}{changes}" + ("" if self.state == "fp32" else f"-{self.state} state")
@@ -247,6 +249,11 @@ FP8 = {
     2: ("tensor2_overlap", "tensor2_sequence_selective", "pipeline2_recompute", "context2"),
     4: ("context2_tensor2_sequence", "data4"),
 }
+# Matrices of Muon that ZeRO and tensor parallelism cut, and stages with unequal numbers of them.
+MUON = (
+    *("data2", "data2_zero2", "tensor2", "tensor2_sequence", "pipeline2", "context2", "context2_tensor2_sequence"),
+    *("data2_tensor2", "pipeline2_data2", "pipeline2_tensor2_sequence"),
+)
 SHORT = {"num_layers": 2}  # without pipeline stages
 UNTIED = {"tie_embeddings": False}
 POSITIONS = {"positions": "learned", "max_positions": LENGTH}
@@ -286,6 +293,11 @@ def cases(processes: int) -> list[LayoutCase]:
         LayoutCase("delta_rule", name, layouts[name], packed=packed)
         for packed, names in ((False, DELTA_RULE), (True, DELTA_RULE_PACKED))
         for name in names
+        if name in layouts
+    ]
+    selected += [
+        LayoutCase("hybrid", name, layouts[name], optimizer="muon", packed="context" in name)
+        for name in MUON
         if name in layouts
     ]
     hybrid = ("context2",) if processes == 2 else ("context4", "context2_tensor2_sequence")

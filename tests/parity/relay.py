@@ -31,10 +31,10 @@ def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], firs
     }
     settings = yaml.safe_dump(whole)
     for name, legs in relays.items():
-        history = []
+        history, optimizer = [], "muon" if name.startswith("muon") else "adamw"
         for step, parallel in enumerate(legs, first):
             grid = grid_of(parallel)
-            engine = engine_of(config, parallel, grid, seed=11 if step == 0 else 99 + step)
+            engine = engine_of(config, parallel, grid, seed=11 if step == 0 else 99 + step, optimizer=optimizer)
             if step:
                 engine.train_step(own(layouts.steps()[0], grid), lr=rate(0))  # the load must undo this step
                 assert Checkpointer(engine, folder / name).load() == {"step": step}

@@ -37,6 +37,7 @@ def expected(
     masked: bool = False,
     packed: bool = False,
     fp8: str = "none",
+    muon: bool = False,
 ) -> tuple[list[tuple[float, float]], list[float]]:
     """Return (loss, gradient norm) of every step, and the accuracy of every step."""
     config = layouts.model_config(case_model, **dict(changes))
@@ -51,7 +52,7 @@ def expected(
         "device": device,
     }
     steps = layouts.image_steps() if case_model in layouts.IMAGES else layouts.steps(masked, packed)
-    return oracle.train(config, steps, accuracies=accuracies, **options), accuracies
+    return oracle.train(config, steps, accuracies=accuracies, muon=muon, **options), accuracies
 
 
 # A change of the weights by 1e-7, float32's rounding, changes the norm of these at their initialisation by up to 3e-5
@@ -66,9 +67,8 @@ CASES = [(processes, case) for processes in (2, 4) for case in layouts.cases(pro
 def test_layout_equals_one_process(results, processes, case):
     result = results(processes)[case.name]
     assert "error" not in result, result["error"]
-    wanted, accuracies = expected(
-        case.model, tuple(case.changes.items()), masked=case.masked, packed=case.packed, fp8=case.fp8
-    )
+    options = {"masked": case.masked, "packed": case.packed, "fp8": case.fp8, "muon": case.optimizer == "muon"}
+    wanted, accuracies = expected(case.model, tuple(case.changes.items()), **options)
     if case.dtype == "fp32" and case.fp8 == "none":
         assert result["accuracies"] == pytest.approx(accuracies, abs=1e-9)
     for index, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(result["history"], wanted, strict=True)):

@@ -33,6 +33,7 @@ RELAYS: dict[str, list[dict[str, Any]]] = {
         {"tensor": 2, "zero_stage": 2},
         {"zero_stage": 3},
     ],
+    "muon": [{"pipeline": 2, "tensor": 2}, {"tensor": 2}, {"zero_stage": 2}, {"tensor": 2}],
 }
 MODEL = "hybrid"
 
@@ -51,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_run_resumes_in_other_layouts(folder, name):
     history = [pair for first in (0, 2) for pair in json.loads((folder / f"{name}.{first}.json").read_text())]
     config = layouts.model_config(MODEL)
-    wanted = oracle.train(config, layouts.steps(), seed=11, lr=layouts.LR, warmup=layouts.WARMUP, total=layouts.STEPS)
+    options = {"lr": layouts.LR, "warmup": layouts.WARMUP, "total": layouts.STEPS, "muon": name == "muon"}
+    wanted = oracle.train(config, layouts.steps(), seed=11, **options)
     for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(history, wanted, strict=True)):
         assert loss == pytest.approx(wanted_loss, rel=1e-5), f"loss of step {step}"
         assert norm == pytest.approx(wanted_norm, rel=1e-5), f"gradient norm of step {step}"

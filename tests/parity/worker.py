@@ -71,6 +71,7 @@ def engine_of(
     fp8: str = "none",
     count_correct: bool = False,
     micro_batch_size: int = 2,
+    optimizer: str = "adamw",
 ) -> Engine:
     return Engine(
         layer_specs(config),
@@ -80,7 +81,7 @@ def engine_of(
         dtype=dtype,
         micro_batch_size=micro_batch_size,
         accumulation=2 * layouts.MICRO_BATCHES // micro_batch_size // grid.data_size,
-        optimizer=OptimizerConfig(lr=LR),
+        optimizer=OptimizerConfig(lr=LR, name=optimizer),  # type: ignore[arg-type]
         parallel=ParallelConfig(**parallel),
         precision=PrecisionConfig(optimizer_state=state, fp8=Fp8Config(recipe=fp8)),  # type: ignore[arg-type]
         sequence_length=layouts.LENGTH,
@@ -111,6 +112,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         fp8=case.fp8,
         count_correct=True,
         micro_batch_size=4 if pairs else 2,
+        optimizer=case.optimizer,
     )
     history, accuracies, evaluated = [], [], []
     for index, step in enumerate(layouts.steps_of(case)):

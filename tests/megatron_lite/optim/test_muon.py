@@ -1,15 +1,23 @@
-"""Muon in one process: against a plain float64 reference, the stored state, and what it refuses."""
+"""Muon in one process: against a plain float64 reference, the stored state, changes of the optimizer, and what it refuses."""
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.optim.muon import Muon, MuonOptions, orthogonalize
+from megatron_lite.optim.whole_matrices import MatrixPiece, assign_owners
+from megatron_lite.parallel.sharding_plan import Shard
 from tests import oracle
 from tests.megatron_lite.conftest import batches, model_config
 
 MUON = {"name": "muon"}
+MATRIX, VECTOR = "blocks.0.mixer.v_proj.weight", "blocks.0.norm1.weight"
 
 
 def train(engine: Any, steps: list[Any]) -> list[tuple[float, float]]:
@@ -17,12 +25,104 @@ def train(engine: Any, steps: list[Any]) -> list[tuple[float, float]]:
     return [(result.loss, result.gradient_norm) for result in results]
 
 
+def state_of(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    return {fragment.name: fragment.tensors for fragment in engine.optimizer_state.fragments()}
+
+
 @pytest.mark.parametrize("mixer", ["metala", "attention"])
 def test_engine_equals_reference(build, mixer):
     config, steps = model_config((mixer,)), batches(4)
-    expected = oracle.train(config, steps, seed=11, lr=3e-4, warmup=0, total=10**6, min_ratio=1.0, muon=True)
+    options = {"seed": 11, "lr": 3e-4, "warmup": 0, "total": 10**6, "min_ratio": 1.0}
+    expected = oracle.train(config, steps, muon=True, **options)
     actual = train(build(config, optimizer=MUON), steps)
     for found, wanted in zip(actual, expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
-    adamw = oracle.train(config, steps, seed=11, lr=3e-4, warmup=0, total=10**6, min_ratio=1.0)
-    assert abs(actual[3][0] - adamw[3][0]) > 1e-4
+    assert abs(actual[3][0] - oracle.train(config, steps, **options)[3][0]) > 1e-4  # another optimizer
+
+
+def test_orthogonal_factor_of_tall_wide_and_zero_matrices():
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((3, 8, 20), (3, 20, 8), (3, 8, 8)):
+        factors = orthogonalize(torch.randn(shape, generator=generator) * 1e-12)
+        values = torch.linalg.svdvals(factors)
+        assert values.max() < 1.25
+        assert values.median() > 0.65
+    assert not orthogonalize(torch.zeros(2, 4, 4)).any()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_resume_is_bit_exact(build, tmp_path, dtype):
+    steps = batches(4)
+    settings = {"dtype": dtype, "optimizer": MUON | {"muon": {"momentum_dtype": dtype}}}
+    engine = build(model_config(), **settings)
+    train(engine, steps[:2])
+    Checkpointer(engine, tmp_path).save(step=2, state={}, config_yaml="")
+    rest = train(engine, steps[2:])
+    other = build(model_config(), seed=99, **settings)
+    Checkpointer(other, tmp_path).load()
+    assert train(other, steps[2:]) == rest
+    state = state_of(other)
+    assert state[MATRIX]["exp_avg"].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    assert set(state[MATRIX]) == {"weight", "exp_avg"}
+    assert set(state[VECTOR]) == set(state["embedding.weight"]) == {"weight", "exp_avg", "exp_avg_sq"}
+    assert not checkpoint.tensors_not_finite(checkpoint.resolve(tmp_path))
+
+
+@pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
+def test_change_of_optimizer_reports_what_is_kept(build, tmp_path, capsys, first, second):
+    steps = batches(3)
+    engine = build(model_config(), optimizer={"name": first})
+    train(engine, steps[:2])
+    Checkpointer(engine, tmp_path).save(step=2, state={}, config_yaml="")
+    saved = {name: {key: x.clone() for key, x in tensors.items()} for name, tensors in state_of(engine).items()}
+    capsys.readouterr()
+    other = build(model_config(), seed=99, optimizer={"name": second})
+    Checkpointer(other, tmp_path).load()
+    message, state = capsys.readouterr().out, state_of(other)
+    assert torch.equal(state[MATRIX]["weight"], saved[MATRIX]["weight"])
+    assert all(torch.equal(state[VECTOR][key], saved[VECTOR][key]) for key in saved[VECTOR])
+    if second == "muon":
+        assert "matrices change from AdamW to Muon: weights and first moments (as momentum) are kept" in message
+        assert torch.equal(state[MATRIX]["exp_avg"], saved[MATRIX]["exp_avg"])
+    else:
+        assert "matrices change from Muon to AdamW: weights are kept, momentum is dropped" in message
+        assert not any(state[MATRIX][key].any() for key in ("exp_avg", "exp_avg_sq"))
+    previous = engine.train_step(steps[2], lr=0.0).loss
+    assert other.train_step(steps[2], lr=3e-4).loss == pytest.approx(previous, rel=1e-6)
+    assert other.train_step(steps[2], lr=3e-4).loss < previous
+
+
+def test_factor_scales_the_gradient_and_nan_changes_nothing():
+    def updated(gradient: torch.Tensor, factor: torch.Tensor | None) -> list[torch.Tensor]:
+        flat = torch.nn.Parameter(torch.arange(12.0))
+        muon = Muon([{"params": [flat], "muon": True}], MuonOptions(), lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+        muon.attach([MatrixPiece("a", (2, 3), Shard(), 0, 6, 0), MatrixPiece("b", (3, 2), Shard(), 0, 6, 6)])
+        muon.state[flat] = {"step": torch.zeros(()), "exp_avg": torch.ones(12)}
+        muon.update(muon.param_groups[0], flat, gradient, factor)
+        return [flat.detach(), muon.state[flat]["exp_avg"]]
+
+    gradient = torch.linspace(-1, 1, 12)
+    for found, wanted in zip(updated(gradient, torch.tensor(0.5)), updated(gradient / 2, None), strict=True):
+        assert torch.equal(found, wanted)
+    weight, momentum = updated(gradient * nan, torch.tensor(nan))
+    assert torch.equal(weight, torch.arange(12.0))
+    assert torch.equal(momentum, torch.ones(12))
+
+
+def test_matrices_are_assigned_by_cost():
+    shapes = {"a": (64, 256), "b": (64, 64), "c": (64, 64), "d": (64, 64), "e": (64, 64)}
+    owners = assign_owners(shapes, 2)
+    assert owners["a"] == 0
+    assert sorted(owners.values()) == [0, 1, 1, 1, 1] or sorted(owners.values()) == [0, 0, 1, 1, 1]
+    assert set(assign_owners({"a": (2, 2)}, 4).values()) == {0}
+
+
+def test_zero_3_is_refused(build):
+    with pytest.raises(ValueError, match=r"optimizer\.name = muon is not supported with parallel\.zero_stage = 3"):
+        build(model_config(), optimizer=MUON, zero_stage=3)
+
+
+def test_blocks_without_matrices_are_refused(build, monkeypatch):
+    monkeypatch.setattr("megatron_lite.engine.model_shard.parameter_kind", lambda *_: "weight")
+    with pytest.raises(ValueError, match=r"optimizer\.name = muon: the blocks of this model have no matrices"):
+        build(model_config(), optimizer=MUON)
