@@ -160,14 +160,14 @@ def test_steps_with_kernels_equal_those_with_torch(
     (expected, states), (found, kernel_states) = results
     assert [result.skipped for result in expected] == [False, True, False, True, False, True, False]
     for index, (a, b) in enumerate(zip(expected, found, strict=True)):
-        # Different rounding in float32 sometimes changes the rounding to 16 bits.
-        tolerance = 1e-6 if index == 0 else 1e-3
+        # Different rounding in float32 sometimes changes the rounding to 16 bits. Muon enlarges small singular values.
+        tolerance = 1e-6 if index == 0 else 1e-3 if optimizer == "adamw" else 1e-2
         assert a.skipped == b.skipped
         assert a.loss == pytest.approx(b.loss, rel=tolerance)
         assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=tolerance)
     for a, b in zip(states, kernel_states, strict=True):
         for key, exact in a.items():
-            assert ((b[key] - exact).norm() / exact.norm().clamp_min(1e-12)).item() < 1e-2, key
+            assert ((b[key] - exact).norm() / exact.norm().clamp_min(1e-12)).item() < 10 * tolerance, key
 
 
 def test_steps_with_bf16_state_equal_those_of_deepspeed(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
