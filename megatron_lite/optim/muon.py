@@ -95,7 +95,7 @@ class Muon(torch.optim.AdamW):
         assert self._matrices is not None, "attach was not called"
         options, state = self.options, self.state[flat]
         gradient = gradient.float() if factor is None else gradient.float() * factor
-        applied = True if factor is None else factor.isfinite()
+        applied = None if factor is None else factor.isfinite()
         # The mean (1 - mu) g + mu m instead of the sum g + mu m. The orthogonalization does not depend on the scale, and the
         # momentum is then AdamW's first moment.
         mu = options.momentum
@@ -114,9 +114,9 @@ class Muon(torch.optim.AdamW):
             state["step"] += 1
 
 
-def _copy_if(applied: bool | Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy `source` to `target` where the scalar `applied` holds, without waiting for its value."""
-    target.copy_(source if applied is True else torch.where(applied, source, target))
+def _copy_if(applied: Tensor | None, source: Tensor, target: Tensor) -> None:
+    """Copy `source` to `target` if the scalar `applied` holds, without waiting for its value; None: always."""
+    target.copy_(source if applied is None else torch.where(applied, source, target))
 
 
 def orthogonal_factors(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -122,9 +122,9 @@ class WholeMatrices:
         pieces = [piece for part in incoming for piece in part]
         if self._group is None:
             return list(zip(pieces, tensors, strict=True))
-        sizes = [[sum(piece.numel for piece in part) for part in parts] for parts in (incoming, outgoing)]
-        received = like.new_empty(sum(sizes[0]))
-        dist.all_to_all_single(received, torch.cat([like[:0], *tensors]), *sizes, group=self._group)
+        to_receive, to_send = ([sum(piece.numel for piece in part) for part in parts] for parts in (incoming, outgoing))
+        received = like.new_empty(sum(to_receive))
+        dist.all_to_all_single(received, torch.cat([like[:0], *tensors]), to_receive, to_send, group=self._group)
         return list(zip(pieces, received.split([piece.numel for piece in pieces]), strict=True))
 
 
