@@ -292,14 +292,19 @@ class Attention(nn.Module):
             keys_real = torch.cat([state["mask"], real], 1)
         plain = mask is None and not state
         allowed = None if plain else self._allowed(keys_real, length)
-        o = self.dot_product(
-            q.transpose(1, 2),
-            _for_each_query_head(k, q).transpose(1, 2),
-            _for_each_query_head(v, q).transpose(1, 2),
-            allowed,
-            plain and self.options.causal,
-            self.window,
-        ).transpose(1, 2)
+        if state and length == 1:
+            # The heads of a group are queries of its key head, so that the cache is not copied for each of them.
+            grouped = q.reshape(batch, k.shape[2], -1, self.head_dim)
+            o = self.dot_product(grouped, k.transpose(1, 2), v.transpose(1, 2), allowed, False, None).reshape(q.shape)
+        else:
+            o = self.dot_product(
+                q.transpose(1, 2),
+                _for_each_query_head(k, q).transpose(1, 2),
+                _for_each_query_head(v, q).transpose(1, 2),
+                allowed,
+                plain and self.options.causal,
+                self.window,
+            ).transpose(1, 2)
         if not return_state:
             return o, {}
         new_state = {"key": k, "value": v, "mask": keys_real}

@@ -105,6 +105,17 @@ def test_decode_equals_forward(options):
     torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=0, atol=1e-10)
 
 
+def test_decoding_does_not_copy_keys_for_each_query_head(monkeypatch):
+    layer = mixer(num_kv_heads=1)
+    x = torch.randn(2, 9, SIZE, dtype=torch.float64)
+    _, state = layer(x[:, :8], return_state=True)
+    heads = []
+    monkeypatch.setattr(layer, "dot_product", lambda q, k, *more: heads.append(k.shape[1]) or dot_product(q, k, *more))
+    y, _ = layer(x[:, 8:], state=state, return_state=True)
+    assert heads == [1]
+    torch.testing.assert_close(y, layer(x)[:, 8:], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"causal": False}])
 @pytest.mark.parametrize("left", [0, 5])
 def test_padding_changes_no_real_token(options, left):
