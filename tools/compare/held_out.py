@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +36,7 @@ def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) 
             )
     held_out = [prefix for prefix in (data.validation, data.test) if prefix is not None]
     made_from = {prefix: (read_manifest(prefix) or {}).get("checksums") for prefix in (*data.train, *held_out)}
-    description = json.dumps([made_from, ladder.max_overlap])
+    description = hashlib.sha256(json.dumps([made_from, ladder.max_overlap]).encode()).hexdigest()
     path = comparison.folder / FILE
     if path.is_file() and read_json(path, _REMEDY, "made_from")["made_from"] == description:
         return

@@ -38,7 +38,7 @@ def write_ladder(
     files = [comparison.folder / "ladder.html"]
     parts = [table_html(section) for section in sections]
     if rows:
-        picture = _draw(results, all_fits or fits, comparison.folder / "ladder.png", comparison.title)
+        picture = _draw(ladder, results, all_fits or fits, comparison.folder / "ladder.png", comparison.title)
         files.insert(0, picture)
         parts.insert(0, picture_html("Loss over compute", picture.read_bytes(), "png"))
     write_page(files[-1], comparison.title, parts)
@@ -47,7 +47,7 @@ def write_ladder(
 
 def _markdown(section: Section) -> str:
     table = markdown_table(section.header, section.rows, aligned=True) + "\n\n" if section.rows else ""
-    return f"## {section.title}\n\n{table}{section.note}\n"
+    return f"## {section.title}\n\n{table}" + (f"{section.note}\n" if section.note else "")
 
 
 def _fits(results: Sequence[Result]) -> tuple[dict[str, ScalingFit], list[str]]:
@@ -139,7 +139,10 @@ def _largest(comparison: Comparison, ladder: Ladder, runs: Sequence[Run], rows: 
     bins = {run.model: positions_of(run) for run in reversed(runs) if run.size == rung}
     with_bins = [row for row in here if bins.get(row.model)]
     by_position = [
-        [f"{bin['from']:,.0f} to {bin['to']:,.0f}", *(_number(bins[row.model][i]["loss"]) for row in with_bins)]
+        [
+            "{from:,.0f} to {to:,.0f}".format(**bin) if bin["to"] > bin["from"] else f"{bin['from']:,.0f}",
+            *(_number(bins[row.model][i]["loss"]) for row in with_bins),
+        ]
         for i, bin in enumerate(bins[with_bins[0].model] if with_bins else [])
     ]
     return [
@@ -157,8 +160,10 @@ def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4f}"
 
 
-def _draw(results: Sequence[Result], fits: Mapping[str, ScalingFit], out: Path, title: str) -> Path:
-    """Draw the loss of every rung against compute, 6 N D, and the fit at 20 tokens per parameter."""
+def _draw(ladder: Ladder, results: Sequence[Result], fits: Mapping[str, ScalingFit], out: Path, title: str) -> Path:
+    """Draw the loss of every rung against compute, 6 N D, and the fit at the first number of tokens per parameter."""
+    rungs = ladder.rungs()
+    ratio = min(ladder.tokens_per_parameter[ladder.largest])
     complete = [result for result in results if result.final]
     with saved_figure(out, height=4.6) as (_, axes):
         for index, model in enumerate(dict.fromkeys(result.run.model for result in complete)):
@@ -166,24 +171,22 @@ def _draw(results: Sequence[Result], fits: Mapping[str, ScalingFit], out: Path, 
             for result in complete:
                 if result.run.model == model:
                     points.setdefault(result.run.size, []).append(result)
-            style = series_style(index)
-            compute = [6 * rung[0].run.body * rung[0].tokens for rung in points.values()]
-            means = [
-                statistics.mean(result.final["loss"] for result in rung if result.final) for rung in points.values()
-            ]
-            label = next(iter(points.values()))[0].run.label
+            style, label = series_style(index), next(iter(points.values()))[0].run.label
+            for rung, of_rung in points.items():
+                compute = 6 * of_rung[0].run.body * of_rung[0].tokens
+                mean = statistics.mean(result.final["loss"] for result in of_rung if result.final)
+                face = style["color"] if rungs[rung][1] == ratio else "none"
+                axes.plot([compute], [mean], **{**style, "ls": "", "mfc": face})
             if model in fits:
-                line = np.geomspace(min(compute), max(compute), 50)
-                sizes = np.sqrt(line / 120)
-                losses = [fits[model].predict(n, 20 * n)[0] for n in sizes]
-                axes.plot(compute, means, **{**style, "ls": ""})
-                axes.plot(line, losses, label=label, **{**style, "marker": ""})
+                sizes = np.geomspace(*(bound(ladder.parameters.values()) for bound in (min, max)), 40)
+                losses = [fits[model].predict(size, ratio * size)[0] for size in sizes]
+                axes.plot(6 * ratio * sizes**2, losses, label=label, **{**style, "marker": ""})
             else:
-                axes.plot(compute, means, label=label, **{**style, "ls": ""})
+                axes.plot([compute], [mean], label=label, **{**style, "ls": "", "mfc": face})
         log_axes(axes, "x")
         axes.set(
             xlabel="6 N D (floating-point operations without embeddings)", ylabel="validation loss (nats per token)"
         )
-        axes.set_title(f"{title} (lines: fits at 20 tokens per parameter)")
+        axes.set_title(f"{title} (lines and filled marks: {ratio:g} tokens per parameter)")
         label_lines(axes)
     return out
