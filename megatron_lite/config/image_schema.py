@@ -62,6 +62,21 @@ class ClassificationConfig(Section):
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="Share of the label's weight that all classes get in training."
     )
+    teacher: Text | None = Field(
+        default=None,
+        description="Trained classifier whose predictions are further targets (distillation): a run or checkpoint, or a Hugging "
+        "Face folder; same classes, image size and normalisation.",
+    )
+    teacher_labels: Literal["hard", "soft"] = Field(
+        default="hard",
+        description="Targets of the teacher, as in DeiT. hard: its most probable class; soft: its distribution at `temperature`.",
+    )
+    teacher_weight: Fraction = Field(
+        default=0.5, description="Share of the teacher's targets in the loss; DeiT: 0.5 for hard, 0.1 for soft labels."
+    )
+    temperature: float = Field(
+        default=3.0, gt=0, description="Temperature of soft labels; their loss is multiplied by its square."
+    )
 
 
 def tokens_per_image(model: Mapping[str, Any]) -> int | None:

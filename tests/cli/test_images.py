@@ -146,3 +146,28 @@ def test_image_that_does_not_decode_ends_the_run_with_file_and_row(arguments, tm
     assert "broken.parquet, row 5: the image does not decode" in capsys.readouterr().err
     checkpoints = tmp_path / "run" / "checkpoints"
     assert not checkpoints.exists() or not list(checkpoints.glob(".*"))
+
+
+def test_student_learns_from_the_targets_of_a_trained_teacher(arguments, tmp_path):
+    short = {"schedule.train_steps": 2, "evaluation.interval": 0, "model.num_layers": 1}
+    assert train.main(arguments("teacher", **short)) == 0
+    settings = {"classification.teacher": tmp_path / "teacher", "classification.teacher_labels": "soft"}
+    assert train.main(arguments("alone", **short, **{"run.seed": 5})) == 0
+    taught = {**short, **settings, "run.seed": 5}
+    assert train.main(arguments("zero", **taught, **{"classification.teacher_weight": 0.0})) == 0
+    assert train.main(arguments("student", **taught)) == 0
+    losses = {name: [line["loss"] for line in train_lines(tmp_path / name)] for name in ("alone", "zero", "student")}
+    assert losses["zero"] == pytest.approx(losses["alone"])
+    assert losses["student"] != pytest.approx(losses["alone"])
+
+
+def test_unfit_teacher_is_refused(arguments, tmp_path, capsys):
+    short = {"schedule.train_steps": 1, "evaluation.interval": 0, "model.num_layers": 1}
+    assert train.main(arguments("teacher", **short, **{"model.image_size": 12})) == 0
+    settings = {**short, "classification.teacher": tmp_path / "teacher"}
+    assert train.main(arguments("student", **settings)) == 2
+    assert "its image size is 12, and this run has 8; name another teacher" in capsys.readouterr().err
+    changes = {"model.image_size": 12, "data.images.mean": "[0.5, 0.5, 0.5]"}
+    assert train.main(arguments("student", **settings, **changes)) == 2
+    assert "its mean is [0.485, 0.456, 0.406], and this run has [0.5, 0.5, 0.5]" in capsys.readouterr().err
+    assert not (tmp_path / "student" / "checkpoints").exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.compare.results import Result, Row, ranked
+from tools.compare.results import Result, Row, accuracy_label, ranked
 from tools.reporting.style import GRAY, label_lines, log_axes, plain_number, saved_figure, series_style
 
 
@@ -32,7 +32,7 @@ def _results(results: Sequence[Result], rows: Sequence[Row], styles: dict[str, A
     sizes = list(dict.fromkeys(row.size for row in rows))
     masked = all("accuracy" in row.values for row in rows)
     metric, scale = ("accuracy", 100.0) if masked else ("loss", 1.0)
-    label = "masked-token accuracy, %" if masked else "validation loss (nats per token)"
+    label = accuracy_label(rows) if masked else "validation loss (nats per token)"
     # All sizes have one order of models, that of the largest size.
     largest = [row.label for row in ranked(row for row in rows if row.size == sizes[-1])]
     models = list(dict.fromkeys([*largest, *(row.label for row in rows)]))

@@ -54,15 +54,23 @@ def check_existing_runs(runs: Sequence[Run]) -> None:
 def prepare(runs: Sequence[Run]) -> None:
     """Write the file of every run and prepare each corpus once, before several processes need it.
 
-    Raises ValueError if there is no validation text, and as `tools.loading.token_data.prepared_data`.
+    Raises ValueError if there is no validation text or image, and as `tools.loading.token_data.prepared_data` and
+    `tools.loading.image_data.open_images`.
     """
+    from tools.loading.image_data import open_images
     from tools.loading.token_data import prepared_data
 
     for run in runs:
         write_text(run.file, run.text)
     data = {run.config.data.model_dump_json(): run for run in runs}
     for run in data.values():
-        if prepared_data(run.config.data, run.config.model.vocab_size).validation is None:
+        if run.config.data.objective == "classification":
+            for part in ("train", "validation"):
+                if open_images(run.config.data, part, run.config.model.vocab_size) is None:
+                    raise ValueError(
+                        f"{run.name} has no validation images, which the comparison needs: set data.images.{part}"
+                    )
+        elif prepared_data(run.config.data, run.config.model.vocab_size).validation is None:
             raise ValueError(
                 f"{run.name} has no validation text, which the comparison needs: set data.validation with data.train, "
                 "or data.validation_fraction > 0 with data.corpus"

@@ -96,7 +96,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
         empty = Row(run.model, run.label, run.size, run.parameters, run.body, {})
         row = rows.setdefault((run.size, run.model), empty)
         for metric, value in result.final.items():
-            if metric in ("loss", "accuracy", "bits_per_byte") or metric.startswith("loss/"):
+            if metric in ("loss", "accuracy", "top5_accuracy", "bits_per_byte") or metric.startswith("loss/"):
                 row.values.setdefault(metric, {})[run.seed] = float(value)
         if result.test is not None:
             row.values.setdefault("test", {})[run.seed] = float(result.test["loss"])
@@ -169,10 +169,16 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
+def accuracy_label(rows: Sequence[Row]) -> str:
+    """Return the name of the metric `accuracy`: of image classifiers top-1, else of masked tokens."""
+    images = any("top5_accuracy" in row.values for row in rows)
+    return f"{'top-1' if images else 'masked-token'} accuracy, %"
+
+
 def _main_table(rows: Sequence[Row], base: Row) -> str:
-    masked = any("accuracy" in row.values for row in rows)
+    accuracy = any("accuracy" in row.values for row in rows)
     header = ["model", "parameters", "without embeddings", "seeds", "validation loss", f"minus {base.label}"]
-    header += ["masked-token accuracy, %"] if masked else []
+    header += [accuracy_label(rows)] if accuracy else []
     header += ["bits per byte"] if any("bits_per_byte" in row.values for row in rows) else []
     body = []
     for row in rows:
@@ -180,7 +186,7 @@ def _main_table(rows: Sequence[Row], base: Row) -> str:
         shown = "-" if row is base else f"{change:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
         cells = [row.label, f"{row.parameters:,}", f"{row.body:,}", str(len(row.values["loss"]))]
         cells += [_with_deviation(row, "loss", 4), shown]
-        cells += [_with_deviation(row, "accuracy", 2, 100.0)] if masked else []
+        cells += [_with_deviation(row, "accuracy", 2, 100.0)] if accuracy else []
         cells += [_with_deviation(row, "bits_per_byte", 4)] if "bits per byte" in header else []
         body.append(cells)
     notes = "Mean ± sample standard deviation over the seeds; differences are paired by seed, ± standard error.\n"

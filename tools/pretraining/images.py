@@ -23,6 +23,7 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.loading.image_data import CLASSES, augmentation_of, image_files, open_images
 from tools.pretraining.data import EvenSubset, training_steps
+from tools.pretraining.teacher import TaughtSteps, Teacher
 from tools.reporting.image_figures import CONFUSIONS, PREDICTIONS, draw_confusions, draw_predictions
 
 _SHOWN = 32  # images in the picture of predictions
@@ -51,6 +52,7 @@ class ImageObjective:
                     f"data.images.{part} has the classes {', '.join(images.class_names[:5])}, ... and data.images.train "
                     f"{', '.join(train.class_names[:5])}, ...: name files with the same classes in the same order"
                 )
+        self._teacher = None if config.classification.teacher is None else Teacher(config, grid.device)
         self.tokenizer_hash: str | None = None
         self.source = f"{len(train):,} images of {len(train.class_names)} classes"
 
@@ -69,11 +71,13 @@ class ImageObjective:
             ),
             seed=self._config.run.seed,
             label_smoothing=self._config.classification.label_smoothing,
+            soft_targets=self._teacher is not None,
         )
 
     def training_steps(self, samples: ImageDataset) -> Callable[[int], Steps]:
-        """Return the steps as `Objective`."""
-        return training_steps(self._config, samples, self._grid)
+        """Return the steps as `Objective`, with the targets of the teacher if there is one."""
+        steps, teacher = training_steps(self._config, samples, self._grid), self._teacher
+        return steps if teacher is None else lambda consumed: TaughtSteps(steps(consumed), teacher)
 
     def validation(self) -> ValidationSet | None:
         """Return the validation images, or None. After each validation the main process draws the confusion matrix."""

@@ -247,3 +247,12 @@ def test_help_needs_no_torch(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "compare_masked.yml" in capsys.readouterr().out
+
+
+def test_comparison_of_image_classifiers_has_every_direction_and_no_text() -> None:
+    runs = plan_runs(read_comparison(EXPERIMENTS / "compare_images.yml"), seeds=[1])
+    models = {run.model: run.config.model for run in runs}
+    assert {model.direction for model in models.values()} == {"forward", "backward", "alternating", "both"}
+    assert models["lion_s_natural"].patch_order == "both"
+    assert all(run.config.data.objective == "classification" for run in runs)
+    assert max(run.parameters for run in runs) < 1.02 * min(run.parameters for run in runs)

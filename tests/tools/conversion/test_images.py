@@ -10,11 +10,14 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from data.images.augmentation import Augmentation
 from megatron_lite.checkpoint.reader import read_weights
+from megatron_lite.config.loader import load_config
+from models.config import ModelConfig
 from tests.made_images import CLASSES, picture
 from tests.tools.conversion.conftest import write_run
 from tools.convert_hf import main
 from tools.loading.image_data import CLASSES as CLASSES_FILE
 from tools.loading.model import load_model
+from tools.pretraining.teacher import Teacher
 
 MODEL = [
     "model.num_layers=2",
@@ -94,3 +97,26 @@ def test_wrong_class_names_are_refused_before_anything_is_written(run, capsys):
         file.write_text(json.dumps(CLASSES))
     assert "3 class names are needed, one per class of the model" in capsys.readouterr().err
     assert not (folder / "other").exists()
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+def test_teacher_of_an_export_gives_deits_targets(run, labels):
+    folder, model = run
+    overrides = [
+        *MODEL,
+        "optimizer.lr=1e-3",
+        "schedule.train_steps=1",
+        "batch.micro_batch_size=2",
+        "batch.global_batch_size=2",
+    ]
+    settings = [f"classification.teacher={folder / 'export'}", f"classification.teacher_labels={labels}"]
+    config = load_config([folder / "empty.yml"], [*overrides, *settings], model_type=ModelConfig, world_size=1)
+    batch = {"tokens": torch.randn(4, 3, 8, 8), "targets": torch.eye(3)[[0, 1, 2, 0]]}
+    result = Teacher(config, torch.device("cpu")).with_targets(batch)
+    logits = model(batch["tokens"]).detach()
+    if labels == "hard":
+        torch.testing.assert_close(result["targets"], 0.5 * batch["targets"] + 0.5 * torch.eye(3)[logits.argmax(-1)])
+    else:
+        torch.testing.assert_close(result["targets"], 0.5 * batch["targets"])
+        torch.testing.assert_close(result["teacher"], 0.5 * 9 * (logits / 3).softmax(-1))
+        assert result["temperature"].tolist() == [3.0] * 4
