@@ -125,12 +125,16 @@ def _largest(comparison: Comparison, ladder: Ladder, runs: Sequence[Run], rows: 
                 row.label,
                 f"{row.mean('loss'):.4f}",
                 "-" if row is base else f"{change:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}"),
-                _number(bits),
-                "-" if math.isnan(bits / xz) else f"{1 - bits / xz:.1%}",
+                *(
+                    [f"{row.mean('accuracy'):.2%}"]
+                    if "accuracy" in row.values
+                    else [_number(bits), "-" if math.isnan(bits / xz) else f"{1 - bits / xz:.1%}"]
+                ),
                 _number(row.mean("test") if "test" in row.values else math.nan),
             ]
         )
-    header = ["model", "loss", f"minus {base.label}", "bits per byte", "below xz -9", "loss on data.test"]
+    measures = ["masked-token accuracy"] if "accuracy" in base.values else ["bits per byte", "below xz -9"]
+    header = ["model", "loss", f"minus {base.label}", *measures, "loss on data.test"]
     note = "Compressors on the validation text, bits per byte: " + ", ".join(
         f"{k} {v:.4f}" for k, v in compressors.items()
     )

@@ -53,6 +53,18 @@ def test_the_ladder_has_equal_parameters_and_tokens(tmp_path: Path, monkeypatch)
     assert run.config.data.test == "corpora/text_corpus/shift_text_document"
 
 
+def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    planned = read_comparison(EXPERIMENTS / "ladder_masked.yml")
+    words = ["model.vocab_size=512"]
+    runs = plan_runs(planned, models=["softmax", "metala"], sizes=["5m-10x"], seeds=[1], overrides=words)
+    assert [run.config.model.mixers for run in runs] == [("attention",), ("metala_bidirectional",)]
+    for run in runs:
+        assert run.body == pytest.approx(5e6, rel=0.01)
+        assert run.config.model.bidirectional_mixers()
+        assert run.config.data.objective == "masked"
+
+
 def test_rungs_have_their_own_seeds_and_one_width_per_size() -> None:
     runs = plan_runs(laddered(seeds={"s": [5]}))
     assert sorted(run.name for run in runs if run.model == "metala") == [
