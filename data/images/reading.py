@@ -117,6 +117,7 @@ class LabelledImages:
                     f"data.images.{key} = {name}: {files.key} has the columns {', '.join(columns)}; name one of them"
                 )
         self._undecoded()
+        self._images = self._table.data.column(self._image_key)
         names = files.class_names(label_key) or tuple(map(str, range(num_classes)))
         if len(names) != num_classes:
             raise ValueError(
@@ -130,7 +131,7 @@ class LabelledImages:
 
     def image(self, row: int) -> Image.Image:
         """Return the RGB image of a row. Raises DamagedDataError with file and row if it does not decode."""
-        record = self._table[row][self._image_key] or {}
+        record = self._record(row)
         try:
             source = io.BytesIO(record["bytes"]) if record.get("bytes") is not None else record["path"]
             with Image.open(source) as image:
@@ -144,7 +145,11 @@ class LabelledImages:
     def _name_of(self, row: int) -> str:
         if self.files.folder is None:
             return self.files.row_name(row)
-        return str((self._table[row][self._image_key] or {}).get("path") or f"{self.files.folder}, row {row}")
+        return str(self._record(row).get("path") or f"{self.files.folder}, row {row}")
+
+    def _record(self, row: int) -> dict[str, Any]:
+        """Return the encoded bytes and the path of a row, without the table's conversion of all columns."""
+        return self._images[row].as_py() or {}
 
     def _undecoded(self) -> None:
         """Let rows return encoded bytes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,20 +43,16 @@ def draw_predictions(
     shares: [pictures, classes], the predicted probabilities.
     """
     rows = -(-len(pictures) // _COLUMNS)
-    with saved_figure(out, rows, _COLUMNS, height=1.75 * rows, squeeze=False) as (_, panels):
-        for number, panel in enumerate(panels.flat):
-            panel.axis("off")
-            if number < len(pictures):
-                _draw_prediction(panel, pictures[number], labels[number], shares[number], class_names)
-
-
-def _draw_prediction(
-    panel: Any, picture: NDArray[np.uint8], label: int, shares: Tensor, class_names: Sequence[str]
-) -> None:
-    predicted = int(shares.argmax())
-    right = predicted == label
-    panel.imshow(picture)
-    text = f"{class_names[predicted]} {float(shares[predicted]):.0%}"
-    panel.set_title(
-        text if right else f"{text}\nis {class_names[label]}", fontsize=7.5, color=COLORS[0 if right else 1]
-    )
+    # One panel for all pictures, whose layout takes a tenth of the time of one panel each.
+    with saved_figure(out, height=1.75 * rows, style={"axes.grid": False}) as (_, axes):
+        for number, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+            row, column = divmod(number, _COLUMNS)
+            left, top = 1.08 * column, 1.5 * row + 0.4
+            axes.imshow(picture, extent=(left, left + 1, top + 1, top))
+            predicted = int(shares[number].argmax())
+            right = predicted == label
+            text = f"{class_names[predicted]} {float(shares[number, predicted]):.0%}"
+            text = text if right else f"{text}\nis {class_names[label]}"
+            axes.text(left, top - 0.05, text, va="bottom", fontsize=7.5, color=COLORS[0 if right else 1])
+        axes.set(xlim=(0, 1.08 * _COLUMNS), ylim=(1.5 * rows, 0), aspect="equal")
+        axes.axis("off")
