@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # registers torch_attn._varlen_attn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -52,15 +53,20 @@ def mode_of(index: int, count: int, parallel: ParallelConfig) -> str:
     return settings.others if (index - 1) % settings.every else settings.mode
 
 
-_MATMULS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.torch_attn._varlen_attn.default,
-]
+@cache
+def _matmuls() -> list[Any]:
+    """Return the operators whose results are stored."""
+    # The module registers torch_attn._varlen_attn. It loads torch's compiler, which would slow down every start.
+    import_module("torch.nn.attention.varlen")
+    return [
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    ]
 
 
 class _MatmulsOnly(TorchDispatchMode):
@@ -79,11 +85,11 @@ class _MatmulsOnly(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _MATMULS:
+        if func in _matmuls():
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
 def _store_matmuls() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    first, second = create_selective_checkpoint_contexts(_MATMULS)
+    first, second = create_selective_checkpoint_contexts(_matmuls())
     return _MatmulsOnly(first), _MatmulsOnly(second)

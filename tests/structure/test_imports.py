@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -74,3 +76,9 @@ def test_no_import_cycles():
 
 def test_shipped_code_patches_nothing():
     assert [name for name, path in modules().items() if "unittest" in path.read_text()] == []
+
+
+def test_import_of_the_trainer_loads_no_compiler() -> None:
+    """torch.compile's modules would add a second of processor time to every command that reads a checkpoint."""
+    code = "import megatron_lite.trainer, sys; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
