@@ -259,6 +259,13 @@ class OptimizerState:
         for group in self._adamw.param_groups:
             group["lr"] = lr
 
+    def compute_muon_update(self) -> None:
+        """Compute an update of Muon without applying it, to measure its time; nothing with AdamW. Every process calls it."""
+        if isinstance(self._adamw, Muon):
+            for group, flat in zip(self._adamw.param_groups, self._flats, strict=True):
+                if group["muon"]:
+                    self._adamw.update(group, flat, torch.zeros_like(flat), flat.new_tensor(math.nan))
+
     def mark_step_invalid(self) -> None:
         """Make every process skip the next update, by `skip_next` or by a NaN gradient on this process."""
         if hasattr(self._zero, "skip_next"):

@@ -243,9 +243,10 @@ def test_non_finite_gradient_and_should_skip_skip_the_update(build, dtype, stage
     assert not engine.train_step(steps[2], lr=LR).skipped
 
 
-def test_measuring_the_speed_changes_nothing(build):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_measuring_the_speed_changes_nothing(build, optimizer):
     steps = batches(2)
-    plain = run(build(model_config()), steps)
-    engine = build(model_config())
+    plain = run(build(model_config(), optimizer={"name": optimizer}), steps)
+    engine = build(model_config(), optimizer={"name": optimizer})
     assert engine.measure_step_seconds(steps[1]) > 0
     assert run(engine, steps) == plain

@@ -31,6 +31,7 @@ from tools.planning.meta_device import kernels_of_cuda
 SMALL = [
     "configs/default.yml",
     "run.device=cpu",
+    "optimizer.name=adamw",
     "model.vocab_size=512",
     "data.tokenizer.vocab_size=512",
     "model.num_layers=3",
