@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -32,6 +34,7 @@ def batches(
     data_rank: int = 0,
     data_size: int = 1,
     fill_last: bool = False,
+    threads: int = 1,
 ) -> Iterator[list[MicroBatch]]:
     """Yield one list of micro-batches per step for this rank, from ``consumed_samples`` on.
 
@@ -41,10 +44,14 @@ def batches(
     global_batch_size: samples per step, or a function of the consumed samples (batch size ramp).
     fill_last: also yield the last incomplete batch (validation). Missing samples repeat the last sample with loss_weight 0,
         so every rank takes the same number of steps. Without it, iteration ends with the last complete batch.
+    threads: that read the samples of a micro-batch at the same time; for images, whose decoding releases Python's lock.
 
     Raises ValueError as `check_batch_sizes`.
     """
     total = len(dataset)
+    read: Callable[..., Iterable[dict[str, torch.Tensor]]] = map
+    if threads > 1:
+        read = ThreadPoolExecutor(threads, "samples").map
     while consumed_samples < total:
         size = global_batch_size if isinstance(global_batch_size, int) else global_batch_size(consumed_samples)
         if consumed_samples + size > total and not fill_last:
@@ -56,7 +63,7 @@ def batches(
             data_rank=data_rank,
             data_size=data_size,
         )
-        yield [_stack([_sample(dataset, int(n), total) for n in row]) for row in numbers]
+        yield [_stack(list(read(partial(_sample, dataset, total), row.tolist()))) for row in numbers]
         consumed_samples += size
 
 
@@ -114,7 +121,7 @@ class ReadAhead(Generic[Item]):
             self._ready.put(("error", error))
 
 
-def _sample(dataset: Dataset, number: int, total: int) -> dict[str, torch.Tensor]:
+def _sample(dataset: Dataset, total: int, number: int) -> dict[str, torch.Tensor]:
     if number < total:
         return dataset[number]
     filler = dict(dataset[total - 1])

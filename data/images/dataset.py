@@ -56,9 +56,10 @@ class ImageDataset:
         return sample
 
     def _rows(self, epoch: int) -> NDArray[np.int64]:
-        if self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
-        return self._order[1]
+        order = self._order  # read once: several threads may be in two epochs
+        if order[0] != epoch:
+            order = self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
+        return order[1]
 
     def _sample(self, row: int, pixels: Tensor) -> dict[str, Tensor]:
         label = torch.tensor(int(self.images.labels[row]))

@@ -70,6 +70,7 @@ def training_steps(config: Config[Any], samples: Dataset, grid: Grid) -> Callabl
             micro_batch_size=config.batch.micro_batch_size,
             data_rank=grid.data_rank,
             data_size=grid.data_size,
+            threads=config.data.images.threads if config.data.objective == "classification" else 1,
         )
     )
 

@@ -105,6 +105,7 @@ class ImageObjective:
                 data_rank=grid.data_rank,
                 data_size=grid.data_size,
                 fill_last=True,
+                threads=self._config.data.images.threads,
             )
             counts.reset()
             return ({**batch, **counts.tensors} for step in steps for batch in step)

@@ -13,6 +13,7 @@ from data.checksum import DamagedDataError
 from data.images.augmentation import OPERATIONS, Augmentation, erase, rand_augment
 from data.images.dataset import ImageDataset
 from data.images.reading import LabelledImages, find_images
+from data.loader import batches
 from tests.made_images import CLASSES, encoded, picture, write_folder, write_parquet
 
 ALL = Augmentation(
@@ -67,6 +68,14 @@ def test_samples_depend_on_seed_epoch_and_row_alone(images):
     assert float(dataset[0]["targets"].max()) == pytest.approx(0.9 + 0.1 / 3)
     other = ImageDataset(images, ALL, num_samples=15, seed=4)
     assert any(not torch.equal(dataset[i]["tokens"], other[i]["tokens"]) for i in range(5))
+
+
+def test_threads_read_the_same_samples(images):
+    dataset = ImageDataset(images, ALL, num_samples=12, seed=3)  # more than two epochs
+    sizes = {"global_batch_size": 6, "micro_batch_size": 3}
+    for one, several in zip(batches(dataset, **sizes), batches(dataset, **sizes, threads=3), strict=True):
+        for a, b in zip(one, several, strict=True):
+            assert all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_validation_reads_the_normalised_centre(images):
