@@ -87,7 +87,7 @@ def fit_losses(
 
 def _distinct(values: NDArray[np.float64]) -> int:
     """Return the number of values that differ by more than 2 %."""
-    return 1 + int((np.diff(np.sort(np.log(values))) > 0.02).sum())
+    return min(1, len(values)) + int((np.diff(np.sort(np.log(values))) > 0.02).sum())
 
 
 def _log_loss(values: NDArray[np.float64], n: ArrayLike, d: ArrayLike) -> NDArray[np.float64]:
