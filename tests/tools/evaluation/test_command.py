@@ -87,6 +87,14 @@ def test_tables_contain_the_published_rows(evaluated):
     tex = out.with_suffix(".tex").read_text()
     assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
     assert r"acc\_norm" in tex
+    for columns, body in re.findall(r"\\begin\{tabular\}\{(lr*)\}(.*?)\\end\{tabular\}", tex, re.DOTALL):
+        rows = [line for line in body.splitlines() if line.endswith(r" \\")]
+        assert len(rows) >= 5
+        assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {len(columns) - 1}
+    bare = re.sub(r"\\[{}]", "", tex)
+    assert bare.count("{") == bare.count("}")
+    comments = [line for line in tex.splitlines() if re.search(r"(?<!\\)%.", line)]
+    assert {line.startswith("% needs") for line in comments} == {True}, "an unescaped % hides the rest of its line"
 
 
 def test_averages_are_means_of_their_columns(evaluated):
