@@ -63,6 +63,7 @@ def run_words(corpus: Path, folder: Path, name: str = "run", **changes: Any) -> 
         "schedule.train_steps": 8,
         "schedule.time_budget_minutes": "null",
         "precision.dtype": "fp32",
+        "optimizer.name": "adamw",
         "checkpoint.interval": 3,
         "checkpoint.keep_last": 0,
         "evaluation.interval": 0,
