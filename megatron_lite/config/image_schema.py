@@ -50,7 +50,11 @@ class ImagesConfig(Section):
         le=1,
         description="Side of the centre crop of a validation image, of its shorter side. ImageNet: 0.875.",
     )
-    threads: int = Field(default=4, ge=1, description="Threads per process that decode and augment images.")
+    threads: int = Field(
+        default=1,
+        ge=1,
+        description="Threads per process that decode and augment images. More than 1 helps large images only.",
+    )
     mean: _Triple = Field(
         default=(0.485, 0.456, 0.406), description="Mean of red, green and blue (0 to 1), which is subtracted."
     )
