@@ -168,6 +168,13 @@ CASES = {
         ("--input TEXT --tokenizer-type bytes --output-prefix OUT --max-broken -1", "--max-broken: -1: a whole number"),
         ("--input TEXT --tokenizer-type bytes --output-prefix FILE/out", "Not a directory; give a folder"),
     ],
+    "tools.retrieval_text": [
+        (
+            "--output OUT --documents 2 --tokenizer-type bytes --tasks nosuch",
+            "--tasks nosuch: allowed are niah_single_1",
+        ),
+        ("--output OUT --documents 2 --tokenizer-type bytes --haystack NONE", "nothing does not exist"),
+    ],
     "tools.reshard": [
         ("NONE OUT", "does not exist"),
         ("BROKEN OUT", "corrupted"),
