@@ -53,10 +53,10 @@ def test_one_diverged_seed_hardly_moves_the_fit() -> None:
 def test_noise_of_a_loss_limits_the_prediction() -> None:
     """Predict the ladder's largest size from one run per rung, with noise of 0.2 % of the loss (docs/guide/comparing.md)."""
     draw = np.random.default_rng(0)
-    noisy = [loss(N, D) * np.exp(0.002 * draw.standard_normal(len(N))) for _ in range(12)]
+    noisy = [loss(N, D) * np.exp(0.002 * draw.standard_normal(len(N))) for _ in range(60)]
     errors = [fit_losses(N, D, losses, samples=1).predict(4e7, 4e8)[0] - loss(4e7, 4e8) for losses in noisy]
     assert 0.015 < np.std(errors) < 0.035
-    assert abs(np.mean(errors)) < 0.01
+    assert abs(np.mean(errors)) < 0.01  # two standard errors are 0.0064
 
 
 @pytest.mark.parametrize(
