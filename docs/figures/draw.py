@@ -1,8 +1,8 @@
-"""Draw the figures of docs/results from the tables of its pages.
+"""Draw the figures of docs/results from the tables of its pages and from docs/results/*.jsonl.
 
 python -m docs.figures.draw [FOLDER]     # default: docs/figures
 
-The figures of synthetic tasks come from docs/results/*.jsonl: see docs/guide/synthetic.md. The first run's comes from tools.plot.
+The figure of the first run comes from tools.plot.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from pathlib import Path
 
 from tools.benchmark.report import plot_bars, plot_lines
 from tools.reporting.style import COLORS, grouped_bars, label_lines, log_axes, saved_figure, series_style
+from tools.synthetic.experiment import load_experiment, plan, sweeps
+from tools.synthetic.learning_curves import draw_curves
+from tools.synthetic.report import draw_results, scores
+from tools.synthetic.results import Results
 
 RESULTS = Path(__file__).parents[1] / "results"
 H200 = "one H200"
@@ -166,6 +170,19 @@ def language_models(out: Path) -> None:
         )
 
 
+def synthetic(out: Path, suite: str, *overrides: str, curves: bool = False) -> None:
+    """Draw the results of docs/results/<suite>.jsonl, or the training curves of the best runs."""
+    experiment = load_experiment(suite, overrides)
+    results = Results(RESULTS / f"{suite}.jsonl")
+    grouped = sweeps(plan(experiment, "bf16"))
+    if curves:
+        draw_curves(experiment, grouped, results, out)
+    else:
+        draw_results(experiment, scores(experiment, grouped, results), out)
+
+
+PAIRS_64 = ("tasks=[512x64]", "more_lrs.tasks=[]", "widths=[64,128,256]", "lrs=[1e-4,4.6416e-4,1e-3,2.1544e-3]")
+PAIRS_80 = ("tasks=[512x80]", "more_lrs.tasks=[]", "lrs=[2.1544e-4,4.6416e-4,1e-3,2.1544e-3]")
 FIGURES: dict[str, Callable[[Path], None]] = {
     "train_h200.png": train,
     "layouts_h200.png": layouts,
@@ -179,6 +196,13 @@ FIGURES: dict[str, Callable[[Path], None]] = {
         out, "language_models.md", ("512", "16,384"), 512, "loss, nats per token", "Models of 27.3 M parameters"
     ),
     "compare_lm.png": language_models,
+    "mad.png": lambda out: synthetic(out, "mad", "models=[metala]"),
+    "mqar.png": lambda out: synthetic(out, "mqar", *PAIRS_64),
+    "mqar_courses.png": lambda out: synthetic(out, "mqar", *PAIRS_64, curves=True),
+    "mqar_512x64_no_mlp.png": lambda out: synthetic(
+        out, "mqar", *PAIRS_64, "widths=[128]", "network.mlp=identity", curves=True
+    ),
+    "mqar_512x80.png": lambda out: synthetic(out, "mqar", *PAIRS_80, "seeds=[0,1,2]", curves=True),
 }
 
 

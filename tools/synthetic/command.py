@@ -169,17 +169,13 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
 
     from .experiment import sweeps
     from .learning_curves import draw_curves
-    from .report import cells_of, figure, lra_scores, mad_scores, markdown
+    from .report import draw_results, markdown, scores
 
     grouped = sweeps(runs)
-    cells = cells_of(grouped, results)
+    cells = scores(experiment, grouped, results)
     if not cells:
         print(f"{results.path} has no result of this grid yet: train first (without --report)")
         return
-    if experiment.suite == "mad":
-        cells = mad_scores(experiment, cells, grouped)
-    elif experiment.suite == "lra":
-        cells = lra_scores(experiment, cells)
     text = markdown(experiment, cells)
     target = results.path.with_suffix(".md")
     write_text(target, text)
@@ -187,7 +183,7 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
     if experiment.suite == "listops":
         draw_curves(experiment, grouped, results, written[-1])
     else:
-        figure(experiment, cells, written[-1])
+        draw_results(experiment, cells, written[-1])
     if experiment.suite in ("mqar", "lra"):
         written.append(results.path.with_name("courses.png"))
         draw_curves(experiment, grouped, results, written[-1])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .experiment import Experiment, Run
+from .report import model_label
 from .results import Results
 
 # Model name -> accuracy history of the best run of each sweep.
@@ -35,7 +36,7 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         for row, width in zip(panels, widths, strict=True):
             for axes, task in zip(row, tasks, strict=True):
                 for model, runs in panels_data.get((width, task), {}).items():
-                    _draw_model(axes, runs, experiment, models.index(model), model.replace("_", " "))
+                    _draw_model(axes, runs, experiment, models.index(model), model_label(model))
                 length, _, pairs = task.partition("x")
                 title = f"length {length}, {pairs} pairs" if pairs else experiment.title
                 title = task.replace("_", " ") if experiment.suite == "lra" else title

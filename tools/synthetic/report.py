@@ -38,9 +38,38 @@ class Cell:
 Cells = dict[tuple[str, str, int], Cell]
 
 _CAPTIONS = {
-    "mad": "Best test accuracy of a sweep in percent, averaged over the settings of a task.",
-    "lra": "Test accuracy in percent after the last epoch, at the best width and learning rate.",
+    "mad": "best test accuracy of a sweep in percent, averaged over the settings of a task",
+    "lra": "test accuracy in percent after the last epoch, at the best width and learning rate",
 }
+_LABELS = {
+    "based": "Based",
+    "gated_delta_net": "Gated DeltaNet",
+    "gla": "GLA",
+    "hgrn2": "HGRN2",
+    "kda": "KDA",
+    "lion_d": "LION-d",
+    "lion_lit": "LION-lit",
+    "lion_s": "LION-s",
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2",
+    "metala": "MetaLA",
+    "retnet": "RetNet",
+}
+
+
+def model_label(model: str) -> str:
+    """Return the published name of a model: "MetaLA, no convolution" for metala_no_convolution."""
+    name = next((name for name in _LABELS if f"{model}_".startswith(f"{name}_")), "")
+    rest = model[len(name) :].strip("_").replace("_", " ")
+    return ", ".join(filter(None, (_LABELS.get(name), rest)))
+
+
+def scores(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
+    """Return the cells of the suite's table and figure, with averages in MAD and LRA; empty without a finished run."""
+    cells = cells_of(sweeps, results)
+    if experiment.suite == "mad":
+        return mad_scores(experiment, cells, sweeps)
+    return lra_scores(experiment, cells) if experiment.suite == "lra" else cells
 
 
 def cells_of(sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
@@ -121,7 +150,7 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
         parts.append(markdown_table(["model", "accuracy"], rows))
     else:
         tasks = _columns(experiment, cells)
-        parts.append(_CAPTIONS[experiment.suite])
+        parts.append(f"{_CAPTIONS[experiment.suite].capitalize()}.")
         rows = [
             [_labelled(cells, model, width), *(_text(cells.get((task, model, width))) for task in tasks)]
             for model, width in dict.fromkeys((model, width) for _, model, width in cells)
@@ -135,7 +164,7 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def figure(experiment: Experiment, cells: Cells, out: Path) -> None:
+def draw_results(experiment: Experiment, cells: Cells, out: Path) -> None:
     """Draw the results. MQAR: accuracy against width, one panel per task. MAD and LRA: bars per task and model."""
     from tools.reporting.style import saved_figure
 
@@ -157,7 +186,7 @@ def _draw_lines(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> 
                 [w for w, _ in points],
                 [cell.accuracy for _, cell in points],
                 yerr=[c.deviation or 0.0 for _, c in points] if any(c.deviation for _, c in points) else None,
-                label=model.replace("_", " "),
+                label=model_label(model),
                 capsize=2,
                 **series_style(number),
             )
@@ -188,7 +217,9 @@ def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> N
     (axes,) = panels
     labels = [task.replace("_", " ") for task in tasks]
     grouped_bars(axes, labels, list(series.items()), faint=[row.model for row in published])
-    axes.set(title=experiment.title, ylabel="test accuracy, percent", ylim=(0, 104))
+    axes.set(
+        title=f"{experiment.title}: {_CAPTIONS[experiment.suite]}", ylabel="test accuracy, percent", ylim=(0, 104)
+    )
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
@@ -198,7 +229,7 @@ def _mqar_rows(
     rows = []
     for model in dict.fromkeys(model for model, _ in cells):
         row_cells = [cells.get((model, width)) for width in columns]
-        rows.append([model.replace("_", " "), *("-" if c is None else f"{c.text()} ({c.lr:.2g})" for c in row_cells)])
+        rows.append([model_label(model), *("-" if c is None else f"{c.text()} ({c.lr:.2g})" for c in row_cells)])
     for name in dict.fromkeys(row.model for row in experiment.paper.rows if row.task == task):
         values = {row.width: row.accuracy for row in experiment.paper.rows if (row.model, row.task) == (name, task)}
         rows.append([name, *(f"{values[width]:.1f}" if width in values else "-" for width in columns)])
@@ -223,7 +254,7 @@ def _columns(experiment: Experiment, cells: Cells) -> list[str]:
 def _labelled(cells: Cells, model: str, width: int) -> str:
     """Return the model's name, with its width if the results have several widths."""
     several = len({w for _, _, w in cells}) > 1
-    return model.replace("_", " ") + (f", d = {width}" if several else "")
+    return model_label(model) + (f", d = {width}" if several else "")
 
 
 def _text(cell: Cell | None) -> str:

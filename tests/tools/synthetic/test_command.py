@@ -19,7 +19,7 @@ import eval as evaluation
 from tools.synthetic.command import synthetic_suite
 from tools.synthetic.experiment import Experiment, load_experiment, plan, sweeps
 from tools.synthetic.learning_curves import _draw_model, draw_curves
-from tools.synthetic.report import Cell, cells_of, figure, mad_scores, markdown
+from tools.synthetic.report import Cell, cells_of, draw_results, mad_scores, markdown, model_label
 from tools.synthetic.results import Results, result_line
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +73,7 @@ def test_command_trains_and_writes_a_table(
     table = one_space((tmp_path / "out" / "results.md").read_text())
     assert "Length 8, 2 pairs" in table
     best = max(line["accuracy"] for line in lines if line["model"] == "metala")
-    assert f"| metala | {100 * best:.1f} (" in table
+    assert f"| MetaLA | {100 * best:.1f} (" in table
     assert (tmp_path / "out" / "results.png").read_bytes()[:4] == b"\x89PNG"
     assert evaluation.main(command) == 0
     printed = capsys.readouterr()
@@ -107,7 +107,7 @@ def test_results_of_another_machine_are_reported(
             results.add(result_line(run, {"accuracy": 0.5, "best_accuracy": 0.5, "history": [0.5]}, {}))
     assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
     output = one_space(capsys.readouterr().out)
-    assert "| metala | 50.0 (0.005) |" in output
+    assert "| MetaLA | 50.0 (0.005) |" in output
     assert (tmp_path / "out" / "courses.png").is_file()
     assert "courses.png" in output
 
@@ -246,11 +246,26 @@ def test_table_shows_the_papers_numbers(small: Callable[..., Experiment], measur
     assert cells["512x80", "metala", 64].accuracy == pytest.approx(30)
     assert cells["512x80", "metala", 64].deviation == pytest.approx(14.142, abs=1e-3)
     text = one_space(markdown(experiment, cells))
-    assert "| metala | 30.0 ± 14.1 (0.001) | 90.0 * (0.001) |" in text
+    assert "| MetaLA | 30.0 ± 14.1 (0.001) | 90.0 * (0.001) |" in text
     assert "| MetaLA (paper) | 28.5 | 90.4 |" in text
     assert "runs of the sweep are not finished" in text
-    figure(experiment, cells, tmp_path / "a.png")
+    draw_results(experiment, cells, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("metala", "MetaLA"),
+        ("metala_no_convolution", "MetaLA, no convolution"),
+        ("mamba2", "Mamba-2"),
+        ("lion_s", "LION-s"),
+        ("my_mixer", "my mixer"),
+        ("glass", "glass"),
+    ],
+)
+def test_tables_and_figures_show_published_names(model: str, label: str) -> None:
+    assert model_label(model) == label
 
 
 def test_last_point_of_a_curve_is_at_the_last_epoch(small: Callable[..., Experiment]) -> None:
@@ -276,27 +291,27 @@ def test_figures_show_the_cells(
         ("512x80", "metala", 128): Cell(90.0, None, 1e-3, True),
         ("512x80", "gla", 128): Cell(5.0, None, 1e-3, True),
     }
-    figure(experiment, cells, tmp_path / "a.png")
+    draw_results(experiment, cells, tmp_path / "a.png")
     (axes,) = figures[0].axes
     series = {container.get_label(): container for container in axes.containers}
-    line, _, (bars,) = series["metala"]
+    line, _, (bars,) = series["MetaLA"]
     assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([64, 128], [30.0, 90.0])
     assert [y for _, y in bars.get_segments()[0]] == [16.0, 44.0]
-    assert (series["gla"][0].get_xdata().tolist(), series["gla"][0].get_ydata().tolist()) == ([128], [5.0])
+    assert (series["GLA"][0].get_xdata().tolist(), series["GLA"][0].get_ydata().tolist()) == ([128], [5.0])
     paper = [(*line.get_xdata(), *line.get_ydata()) for line in axes.lines if line.get_marker() == "x"]
     assert paper == [(64, 28.5), (128, 90.4), (64, 0.0), (128, 0.0)]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["metala", "gla"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["MetaLA", "GLA"]
     mad = load_experiment("mad", ["models=[metala,gla]"])
     cells = {
         ("compression", "metala", 128): Cell(41.0, None, None, True),
         ("compression", "gla", 128): Cell(42.0, None, None, True),
         ("average", "gla", 128): Cell(43.0, None, None, True),
     }
-    figure(mad, cells, tmp_path / "b.png")
+    draw_results(mad, cells, tmp_path / "b.png")
     (axes,) = figures[1].axes
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-    assert heights["metala"] == [41.0]
-    assert heights["gla"] == [42.0, 43.0]
+    assert heights["MetaLA"] == [41.0]
+    assert heights["GLA"] == [42.0, 43.0]
     assert heights["MetaLA (paper)"] == [45.55, 73.98]
     places: dict[int, list[float]] = {0: [], 1: []}
     for bars in axes.containers:
@@ -340,10 +355,10 @@ def test_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None:
         assert scores[task, "metala", 128].accuracy == pytest.approx(30 + 10 * place)
     assert scores["average", "metala", 128].accuracy == pytest.approx(55)
     text = one_space(markdown(experiment, scores))
-    assert "| metala | 30.0 | 40.0 | 50.0 | 60.0 | 70.0 | 80.0 | 55.0 |" in text
+    assert "| MetaLA | 30.0 | 40.0 | 50.0 | 60.0 | 70.0 | 80.0 | 55.0 |" in text
     assert "| MetaLA (paper) | 99.87 | 15.18 |" in text
     assert "*" not in text.replace("**", "")
-    figure(experiment, scores, tmp_path / "b.png")
+    draw_results(experiment, scores, tmp_path / "b.png")
     part = load_experiment("mad", [*words, "tasks=[compression]"])
     few = sweeps(plan(part, "fp32"))
     scores = mad_scores(part, cells_of(few, results), few)

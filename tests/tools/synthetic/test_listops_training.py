@@ -196,7 +196,7 @@ def test_the_command_trains_and_learns(tmp_path: Path, capsys) -> None:
     assert line["accuracy"] > commonest + 0.05
     assert line["suite"] == "listops"
     out = capsys.readouterr().out
-    assert f"| metala | {100 * line['accuracy']:.1f} |" in out
+    assert f"| MetaLA | {100 * line['accuracy']:.1f} |" in out
     assert (tmp_path / "out" / "results.png").stat().st_size > 5000
     assert evaluation.main(words) == 0
     assert "0 runs to do" in capsys.readouterr().out

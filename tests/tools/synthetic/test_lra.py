@@ -108,7 +108,7 @@ def test_the_command_trains_and_writes_the_table(tmp_path, capsys):
     (line,) = map(json.loads, (tmp_path / "out/results.jsonl").read_text().splitlines())
     assert (line["suite"], line["task"], line["model"]) == ("lra", "pathfinder", "metala")
     table = (tmp_path / "out/results.md").read_text()
-    assert f"| metala | {100 * line['accuracy']:.1f} |" in table
+    assert f"| MetaLA | {100 * line['accuracy']:.1f} |" in table
     assert "91.66" in table
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"results.png", "courses.png"}
     assert evaluation.main([*words, "--report"]) == 0
