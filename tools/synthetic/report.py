@@ -217,9 +217,7 @@ def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> N
     (axes,) = panels
     labels = [task.replace("_", " ") for task in tasks]
     grouped_bars(axes, labels, list(series.items()), faint=[row.model for row in published])
-    axes.set(
-        title=f"{experiment.title}: {_CAPTIONS[experiment.suite]}", ylabel="test accuracy, percent", ylim=(0, 104)
-    )
+    axes.set(title=f"{experiment.title}: {_CAPTIONS[experiment.suite]}", ylabel="test accuracy, percent", ylim=(0, 104))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
