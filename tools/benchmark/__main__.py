@@ -8,6 +8,7 @@ python -m tools.benchmark train       # training steps, with flash-linear-attent
 python -m tools.benchmark profile     # the time of a training step by part and by kernel; CUDA or CPU
 python -m tools.benchmark decode      # tokens per second by context, with Hugging Face's Llama and its cache; CUDA or CPU
 python -m tools.benchmark masked      # training steps of LION's masked models and BERT's, by length; CUDA or CPU
+python -m tools.benchmark images      # training steps of LION's image classifiers and ViT's; CUDA or CPU
 python -m tools.benchmark mixers --hidden 64 --heads 4 --length 128 --batch 2      # a small shape: one minute on a CPU
 
 Values are medians with random inputs, on CUDA in bfloat16. For kernels there are three times:
@@ -30,6 +31,8 @@ from tools.cli.arguments import above_zero, command, command_line, from_zero, po
 if TYPE_CHECKING:
     from .training import Plan
 
+_LOADER_SECONDS = 5.0
+
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("train", "compare training steps with flash-linear-attention's GLA, HGRN2, RetNet and Hugging Face's Llama"),
         ("profile", "measure the time of a training step by part and by kernel"),
         ("masked", "compare training steps of LION's masked models with softmax BERT's, in BERT's shapes"),
+        ("images", "compare training steps of LION's image classifiers with ViT's, or measure the data loader"),
         ("decode", "compare decoding speed and memory by context with Hugging Face's Llama of the same shape"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -69,26 +73,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _train_arguments(command)
         if name == "profile":
             command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
-            command.add_argument("--shape", default="2048x8", metavar="LENGTHxBATCH", help="(%(default)s)")
+            command.add_argument(
+                "--shape", default="2048x8", metavar="LENGTHxBATCH", help="of images PIXELSxBATCH (%(default)s)"
+            )
             command.add_argument("override", nargs="*", metavar="key=value", help="override configuration keys")
             command.add_argument("--steps", type=positive, default=3, help="profiled steps (%(default)s)")
             command.add_argument("--top", type=positive, default=25, help="kernels in the table (%(default)s)")
             command.add_argument("--trace", action="store_true", help="also write the trace for ui.perfetto.dev")
             command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
-        if name == "masked":
-            command.add_argument("--size", default="large", help="base or large (%(default)s)")
+        if name in ("masked", "images"):
+            size, sizes, shapes, default = (
+                ("large", "base or large", "LENGTHxBATCH", ["128x32", "128x128", "512x32", "2048x8", "8192x2"])
+                if name == "masked"
+                else ("tiny", "tiny, small or base", "PIXELSxBATCH", ["224x256"])
+            )
+            command.add_argument("--size", default=size, help=f"{sizes} (%(default)s)")
             command.add_argument(
-                "--shapes",
-                nargs="+",
-                default=["128x32", "128x128", "512x32", "2048x8", "8192x2"],
-                metavar="LENGTHxBATCH",
-                help="(default: 128x32 128x128 512x32 2048x8 8192x2)",
+                "--shapes", nargs="+", default=default, metavar=shapes, help=f"(default: {' '.join(default)})"
             )
             command.add_argument("--steps", type=positive, default=20, help="timed steps per round (%(default)s)")
             command.add_argument(
                 "--rounds", type=positive, default=3, help="rounds; each times all models (%(default)s)"
             )
             command.add_argument("override", nargs="*", metavar="key=value", help="override keys of all configurations")
+        if name == "images":
+            command.add_argument(
+                "--subjects",
+                nargs="+",
+                metavar="NAME",
+                help="models under test (default: all; an unknown name lists them)",
+            )
+            command.add_argument(
+                "--loader",
+                type=positive,
+                nargs="+",
+                metavar="THREADS",
+                help="measure instead the decoding and augmentation of ImageNet by numbers of threads, without a model",
+            )
         if name == "decode":
             command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
             command.add_argument("--contexts", type=positive, nargs="+", default=[128, 8192], help="tokens (128 8192)")
@@ -117,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args([*words[:1], *(words[index] for index in order)])
     # Imported here, so that --help does not wait for torch.
     from . import decode, kernels, layouts, mixers, profile, training
+    from . import image_step as images
     from . import masked_lm_step as masked
 
     options.output.mkdir(parents=True, exist_ok=True)
@@ -129,6 +151,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.command == "masked":
         shapes = [_shape(word) for word in options.shapes]
         masked.run(options.output, options.size, shapes, options.steps, options.rounds, options.override)
+    elif options.command == "images" and options.loader:
+        for word in options.shapes:
+            images.measure_loader(_LOADER_SECONDS, _shape(word, kind="PIXELSxBATCH")[0], options.loader)
+    elif options.command == "images":
+        shapes = [_shape(word, kind="PIXELSxBATCH") for word in options.shapes]
+        subjects = options.subjects or list(images.MODELS)
+        images.run(options.output, options.size, shapes, options.steps, options.rounds, subjects, options.override)
     elif options.command == "train":
         training.run(options.output, _training_plan(options))
     elif options.command == "profile":
@@ -235,10 +264,10 @@ def _training_plan(options: argparse.Namespace) -> Plan:
     )
 
 
-def _shape(word: str, option: str = "--shapes") -> tuple[int, int]:
+def _shape(word: str, option: str = "--shapes", kind: str = "LENGTHxBATCH") -> tuple[int, int]:
     length, _, batch = word.partition("x")
     if not (length.isdecimal() and batch.isdecimal() and int(length) and int(batch)):
-        raise ValueError(f"{option} {word}: allowed is LENGTHxBATCH, for example 128x32")
+        raise ValueError(f"{option} {word}: allowed is {kind}, for example 128x32")
     return int(length), int(batch)
 
 

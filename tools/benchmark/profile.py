@@ -20,6 +20,7 @@ import torch
 from data.progress import ProgressBar
 from tools.cli.devices import device_of
 
+from .image_step import image_batch, image_config, is_image_classifier
 from .profile_parts import PARTS, part_of
 from .report import machine, plot_bars, table, write_csv
 from .timing import timed
@@ -62,25 +63,34 @@ def run(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Print both tables; write profile_parts.csv, profile_kernels.csv, profile.png and with `trace` profile.json.gz.
 
+    length: tokens per sequence; of an image classifier pixels per side.
     Raises ValueError for an invalid configuration, and as `device_of`.
     """
     from megatron_lite.engine.precision import faster_dtype
 
     torch_device = device_of(device)
     device = torch_device.type
-    config = project_config(str(config_file), overrides, length, batch)
+    images = is_image_classifier(config_file, overrides)
+    if images:
+        config = image_config(config_file, overrides, length, batch)
+    else:
+        config = project_config(str(config_file), overrides, length, batch)
     dtype = config.precision.dtype
     if dtype == "auto":
-        dtype = faster_dtype(torch_device, config.model.hidden_size, length * batch)
+        dtype = faster_dtype(torch_device, config.model.hidden_size, config.batch.sequence_length * batch)
     engine = project_engine(config, torch_device, dtype)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.model.vocab_size, (batch, length + 1), generator=generator)
+    if images:
+        micro_batch = image_batch(config)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, config.model.vocab_size, (batch, length + 1), generator=generator)
+        micro_batch = project_batch(tokens)
 
     with ProgressBar(total=WARM_UP + TIMED + steps + 1, unit="step") as bar:
 
         def next_step(words: str) -> float:
             bar.set_postfix_str(words)
-            _, seconds = timed(lambda: engine.train_step([project_batch(tokens)], lr=1e-5), cuda=device == "cuda")
+            _, seconds = timed(lambda: engine.train_step([micro_batch], lr=1e-5), cuda=device == "cuda")
             bar.update()
             return seconds
 

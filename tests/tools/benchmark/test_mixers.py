@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from models.config import ModelConfig
 from tests.tools.conftest import refusal
-from tools.benchmark import decode, kernels, mixers
+from tools.benchmark import decode, image_step, kernels, mixers, step_rounds
 from tools.benchmark import masked_lm_step as masked
 from tools.benchmark import timing as measure
 from tools.benchmark.__main__ import main
@@ -52,9 +53,9 @@ def test_masked_models_are_compared_with_bert(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[int] = []
-    timing = masked.Timing
+    timing = step_rounds.Timing
     monkeypatch.setattr(
-        masked, "Timing", lambda seconds, *rest: (timed.append(len(seconds)), timing(seconds, *rest))[1]
+        step_rounds, "Timing", lambda seconds, *rest: (timed.append(len(seconds)), timing(seconds, *rest))[1]
     )
     tiny = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64"]
     tiny += ["model.vocab_size=2048", "model.max_positions=16"]
@@ -74,6 +75,48 @@ def test_masked_models_are_compared_with_bert(
     assert "--shapes 128: allowed is LENGTHxBATCH" in refusal(
         ["masked", "--output", str(tmp_path), "--shapes", "128"], capsys
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
+def test_image_classifiers_are_compared_with_vit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64"]
+    common = ["images", "--output", str(tmp_path), "--steps", "1", "--rounds", "1", "--shapes"]
+    main([*common, "32x2", "--subjects", "vit", "lion_s_natural", *tiny])
+    rows = list(csv.DictReader((tmp_path / "images.csv").open(encoding="utf-8")))
+    assert [(row["method"], row["image size"], row["batch"]) for row in rows] == [
+        ("vit", "32", "2"),
+        ("lion_s_natural", "32", "2"),
+    ]
+    for row in rows:
+        assert float(row["time / vit"]) == pytest.approx(float(row["ms per step"]) / float(rows[0]["ms per step"]))
+        assert float(row["images / s"]) == pytest.approx(2 / float(row["ms per step"]) * 1e3)
+        assert 6 < float(row["loss"]) < 8  # ln 1000 = 6.9 nats
+    assert (tmp_path / "images.png").stat().st_size > 5_000
+    for words, message in (
+        (["224"], "--shapes 224: allowed is PIXELSxBATCH"),
+        (["32x2", "--subjects", "cnn"], "--subjects cnn: allowed are vit, lion_s,"),
+        (["32x2", "--size", "huge"], "--size huge: .* allowed are tiny, small, base"),
+        (["40x2"], "model.image_size = 40 is no multiple of model.patch_size = 16"),
+    ):
+        assert re.search(message, refusal([*common, *words], capsys))
+
+
+def test_images_per_second_of_the_loader_are_listed_by_threads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = image_step.measure_loader(0.01, 32, [1, 2])
+    assert [row["threads"] for row in rows] == [1, 2]
+    assert all(row["images / s"] > 0 for row in rows)
+    assert "| threads | images / s |" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
+def test_image_classifier_is_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64"]
+    words = ["profile", "--output", str(tmp_path), "--config", "configs/model/lion_s_vit_tiny.yml", "--steps", "1"]
+    main([*words, "--shape", "16x2", "model.vocab_size=3", *tiny])
+    assert "lion_s_vit_tiny, model.vocab_size=3, " in capsys.readouterr().out
+    assert (tmp_path / "profile_parts.csv").is_file()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
@@ -104,7 +147,7 @@ def test_rows_before_an_interruption_are_written(tmp_path: Path, monkeypatch: py
         return measured
 
     columns = {"parameters": 1, "forward ms": 1.0, "both ms": 2.0, "tokens / s": 3.0, "memory GiB": None}
-    monkeypatch.setattr(masked, "_measure", until(5, masked.Timing([1.0], None, 7.0)))
+    monkeypatch.setattr(masked, "_measure", until(5, step_rounds.Timing([1.0], None, 7.0)))
     monkeypatch.setattr(mixers, "measure_mixer", until(2, columns))
     monkeypatch.setattr(decode, "_measure_project", until(1, decode.Row("eager", 8, 1, 2.0, 3.0, None, 0.1)))
     tiny = ["--hidden", "32", "--heads", "4"]
