@@ -34,7 +34,7 @@ def test_graphed_steps_equal_eager_steps(grid: Grid, mode: str, overlap: bool) -
         history.append(tuple(engine.evaluate(steps[0]))[:2])
         assert engine.train_step(steps[0], lr=LR, should_skip=lambda loss: True).skipped
         history += run(engine, steps[3:])
-        assert [call._record is not None for call in _captured(engine)] == [True] * recorded
+        assert [call._graphs is not None for call in _captured(engine)] == [True] * recorded
         histories.append(history)
         engine.close()
     for (loss, norm), (wanted_loss, wanted_norm) in zip(*reversed(histories), strict=True):
@@ -55,7 +55,7 @@ def test_blocks_that_synchronise_fall_back_to_eager(grid: Grid) -> None:
     """Use MetaLA in float32, whose recurrence reads the strongest decay on the host."""
     config, steps = model_config(("metala",)), batches(3)
     wanted = _trained(grid, config, "fp32", steps, False)
-    with pytest.warns(UserWarning, match="parallel.cuda_graph = true: a block waits"):
+    with pytest.warns(UserWarning, match="parallel.cuda_graph = true: a block synchronises"):
         found = _trained(grid, config, "fp32", steps, True)
     assert found[1] is False
     for a, b in zip(found[0], wanted[0], strict=True):
@@ -79,7 +79,7 @@ def _trained(grid: Grid, config: Any, dtype: str, steps: Any, recorded: bool) ->
     """Return (loss, gradient norm) of every step, and whether the blocks were recorded."""
     engine = engine_on(grid, config, dtype, cuda_graph=recorded)
     history = run(engine, steps)
-    is_recorded = any(call._record is not None for call in _captured(engine))
+    is_recorded = any(call._graphs is not None for call in _captured(engine))
     engine.close()
     return history, is_recorded
 
