@@ -149,7 +149,7 @@ def _plan_text(comparison: Comparison, runs: Sequence[Run]) -> str:
 
     complete = sum(run.complete for run in runs)
     words = f"{len(runs)} runs in {comparison.folder}" + (f", {complete} of them complete" if complete else "")
-    return f"{comparison.title}: {words}\n\n{plan_table(runs)}"
+    return f"{comparison.title}: {words}\n\n{plan_table(runs, plain=True)}"
 
 
 def _devices(requested: Sequence[int | str] | None) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from tools.compare.launcher import steps_done
 from tools.compare.spec import Run
-from tools.reporting.tables import markdown_table
+from tools.reporting.tables import markdown_table, plain_table
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (math.isnan(row.mean("loss")), row.mean("loss")))
 
 
-def plan_table(runs: Sequence[Run]) -> str:
-    """Return a table of the models in each size with their parameters, tokens and seeds."""
+def plan_table(runs: Sequence[Run], *, plain: bool = False) -> str:
+    """Return a table of the models in each size with their parameters, tokens and seeds, as Markdown or for a terminal."""
     cells = {(run.size, run.model): run for run in runs}
     rows = []
     for run in cells.values():
@@ -149,7 +149,7 @@ def plan_table(runs: Sequence[Run]) -> str:
             ]
         )
     columns = ["model", "size", "layers x d", "MLP", "parameters", "without embeddings", "tokens", "seeds"]
-    return markdown_table(columns, rows, aligned=True) + "\n"
+    return (plain_table(columns, rows, text_columns=2) if plain else markdown_table(columns, rows, aligned=True)) + "\n"
 
 
 def progress_note(runs: Sequence[Run]) -> str:
