@@ -53,7 +53,8 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "--limit",
         type=_limit,
         metavar="N",
-        help="evaluate the first N documents per task, or a share below 1; for tests only, marked in every output",
+        help="evaluate the first N documents per task (RULER: per length), or a share below 1; for tests only, marked in "
+        "every output",
     )
     suites.add_argument("--without", type=words, default=[], metavar="A,B", help="tasks of the suites to leave out")
     suites.add_argument(

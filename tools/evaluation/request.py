@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +156,24 @@ class EvaluationRequest:
     def from_options(cls, options: argparse.Namespace) -> EvaluationRequest:
         """Return the request of a command line of `eval.py`. Texts are the default kind.
 
-        Every option has the name of a field.
+        Every option has the name of a field. Raises ValueError for a limit without tasks.
         """
         suites = tuple(name for name in options.suite if name not in (NEEDLE, RULER))
         tasks = texts = needle = ruler = None
         seed = (options.seed or [0])[0] or 0
         if RULER in options.suite:  # its tasks are those of --tasks
             ruler = _filled(RulerRequest, options, seed=seed)
+            if (limit := options.limit) is not None:
+                most = limit if limit >= 1 else math.ceil(limit * ruler.samples)
+                ruler = replace(ruler, samples=min(ruler.samples, most))
             options.tasks = []
         if suites or options.tasks:
             tasks = _filled(TaskRequest, options, suites=suites)
+        if options.limit is not None and tasks is None and ruler is None:
+            raise ValueError(
+                f"--limit {options.limit}: it counts documents of tasks, and no task is named; name --suite ruler or --tasks, or "
+                "leave --limit out (--needles sets the facts of --suite needle)"
+            )
         if NEEDLE in options.suite:
             needle = _filled(NeedleRequest, options, seed=seed)
         if options.data or options.by_position or not (options.suite or options.tasks):

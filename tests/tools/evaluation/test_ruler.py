@@ -196,6 +196,15 @@ def test_tasks_of_the_command_line_belong_to_ruler() -> None:
     assert task_names(RulerRequest()) == list(TASKS)
 
 
+@pytest.mark.parametrize(
+    ("words", "samples"), [(["--limit", "7"], 7), (["--limit", "0.015"], 2), (["--limit", "7", "--samples", "5"], 5)]
+)
+def test_limit_is_the_number_of_texts_per_cell(words: list[str], samples: int) -> None:
+    request = EvaluationRequest.from_options(parse_evaluation(["run", "--suite", "ruler", *words]))
+    assert request.ruler is not None
+    assert request.ruler.samples == samples
+
+
 def test_hugging_face_model_gives_the_same_outputs(trained_run: Path, tmp_path: Path) -> None:
     from tools.conversion.export_hf import export
 
