@@ -228,7 +228,10 @@ def test_groups_and_tags_list_their_tasks() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--limit", "5"], "--limit 5: it counts documents of tasks, and no task is named; name --suite ruler or --tasks"),
+        (
+            ["--limit", "5"],
+            "--limit 5: it counts documents of tasks, and no task is named; name --suite ruler or --tasks",
+        ),
         (["--tasks", "copa", "--limit", "0"], "--limit: 0: a whole number of documents, or a share between 0 and 1"),
         (["--tasks", "copa", "--seed", "1,2"], "--seed: 1,2: one integer, or four"),
         (["--tasks", "copa", "--fewshot-as-multiturn"], "--fewshot-as-multiturn needs --apply-chat-template"),
