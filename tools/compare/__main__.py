@@ -23,8 +23,7 @@ EPILOG = """examples:
   python -m tools.compare configs/experiments/compare_lm.yml --models metala,softmax --sizes small --seeds 1 \\
     --name trial --devices cpu schedule.train_steps=50 batch.global_batch_size=4 batch.micro_batch_size=4
   python -m tools.compare configs/experiments/compare_lm.yml --data data/c4.yml   train on other text
-  python -m tools.compare configs/experiments/ladder.yml --sizes 5m,10m,20m --minutes 25   the rungs below the largest size
-  python -m tools.compare configs/experiments/ladder.yml --minutes 25 --positions          all of them, and the report
+  python -m tools.compare configs/experiments/ladder_small.yml --minutes 8 --positions      sizes, a fit and the report
 
 Each run equals `python train.py runs/NAME/RUN/run.yml`. Its folder also holds train.log. To continue after --minutes,
 Ctrl-C or a kill, run the same command again. The tables and figures show the complete runs: runs/NAME/results.md,
@@ -128,6 +127,7 @@ def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namesp
         workers=1 if devices == ["cpu"] and options.workers is None else comparison.workers,
         minutes=comparison.time_budget_minutes,
         tune_kernels=comparison.tune_kernels,
+        in_order=comparison.ladder is not None,  # the smaller sizes predict the largest one, so they come first
         progress=True,
     )
     if outcome.stopped:

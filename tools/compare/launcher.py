@@ -84,6 +84,7 @@ def run_all(
     workers: int = 1,
     minutes: float | None = None,
     tune_kernels: bool = False,
+    in_order: bool = False,
     progress: bool = True,
 ) -> Outcome:
     """Train the runs that are not complete. A failed run is recorded and the others continue.
@@ -95,10 +96,11 @@ def run_all(
         workers: processes per device.
         minutes: time limit, after which every run saves and stops. The same call continues.
         tune_kernels: see `Comparison`.
+        in_order: train in the order of `runs`, not the longest first.
     """
     outcome = Outcome()
     waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
-    incomplete = _sorted_runs([run for run in runs if not run.complete])
+    incomplete = [run for run in (runs if in_order else _sorted_runs(runs)) if not run.complete]
     for run in incomplete:
         waiting.put(run)
     stop = threading.Event()

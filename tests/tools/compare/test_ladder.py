@@ -53,6 +53,26 @@ def test_the_ladder_has_equal_parameters_and_tokens(tmp_path: Path, monkeypatch)
     assert run.config.data.test == "corpora/text_corpus/shift_text_document"
 
 
+def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes_first(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    large, small = (read_comparison(EXPERIMENTS / f"{name}.yml") for name in ("ladder", "ladder_small"))
+    assert small.models == large.models
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("tools.compare.launcher.prepare", lambda runs: None)
+    monkeypatch.setattr(held_out, "check_held_out", lambda *_: None)
+
+    def run_all(runs: list[Any], **settings: Any) -> SimpleNamespace:
+        given.update(settings, names=[run.name for run in runs])
+        return SimpleNamespace(stopped="", failed={})
+
+    monkeypatch.setattr("tools.compare.launcher.run_all", run_all)
+    words = ["--models", "kda", "--seeds", "1", "--devices", "0", "model.vocab_size=512"]
+    assert main([str(EXPERIMENTS / "ladder_small.yml"), *words]) == 1
+    assert given["in_order"]
+    sizes = [name.split("-")[1] for name in given["names"]]
+    assert sizes == ["600k"] * 3 + ["1200k"] * 2 + ["2500k"] * 2 + ["5m"]
+
+
 def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     planned = read_comparison(EXPERIMENTS / "ladder_masked.yml")
