@@ -53,7 +53,9 @@ def test_the_ladder_has_equal_parameters_and_tokens(tmp_path: Path, monkeypatch)
     assert run.config.data.test == "corpora/text_corpus/shift_text_document"
 
 
-def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes_first(tmp_path: Path, monkeypatch) -> None:
+def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes_first(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     large, small = (read_comparison(EXPERIMENTS / f"{name}.yml") for name in ("ladder", "ladder_small"))
     assert small.models == large.models
