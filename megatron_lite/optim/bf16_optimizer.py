@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lite.optim.muon import ADAMW_RMS
 from megatron_lite.parallel.collectives import async_to_host, reduce_scatter_single
 
 _BUCKET = 1 << 26  # elements per reduce-scatter
@@ -274,9 +275,15 @@ class _Kernels:
             state, options = zero.optimizer.state[master], zero.optimizer.param_groups[group]
             state["step"] = state["step"].cpu()
             if options.get("muon"):
-                gradient = self._flat_gradient(group, master, gradients)
-                zero.optimizer.update(options, master, gradient, factor)
-                weights[group].copy_(master)
+                muon = zero.optimizer
+                # The padding at the end, which belongs to no segment, stays zero.
+                direction = torch.zeros_like(master, dtype=muon.options.compute_dtype)
+                mu, nesterov = muon.options.momentum, muon.options.nesterov
+                segments[group].momentum(pointers[group], state["exp_avg"], direction, factor, mu, nesterov)
+                muon.orthogonalize(direction)
+                partition, lr = self._partitions[group], options["lr"]
+                decay, rate = lr * options["weight_decay"], lr * ADAMW_RMS
+                partition.decay_and_add(partition.pointers([direction]), master, weights[group], factor, decay, rate)
                 continue
             segments[group].adamw(
                 pointers[group],
@@ -291,17 +298,6 @@ class _Kernels:
                 eps=options["eps"],
                 weight_decay=options["weight_decay"],
             )
-
-    def _flat_gradient(self, group: int, master: Tensor, gradients: list[list[Tensor | None]] | None) -> Tensor:
-        """Return the gradient of the flat master weights of a group, float32 [elements]."""
-        if gradients is None:
-            return self._zero.fp32_groups_gradient_flat_partition[group]
-        flat, offset = torch.zeros_like(master, dtype=torch.float32), 0
-        for parameter, gradient in zip(self._zero.bf16_groups[group], gradients[group], strict=True):
-            if gradient is not None:
-                flat.narrow(0, offset, parameter.numel()).copy_(gradient.reshape(-1))
-            offset += parameter.numel()
-        return flat
 
     def count_update(self, applied: bool) -> None:
         self._pointers = []

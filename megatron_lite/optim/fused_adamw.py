@@ -1,4 +1,4 @@
-"""AdamW as one Triton kernel per parameter group, with kernels for gradient accumulation and norm.
+"""AdamW as one Triton kernel per parameter group, with kernels for gradient accumulation, norm and Muon's elementwise steps.
 
 They run on CUDA and in Triton's interpreter. Master weights and moments of a group are flat. Its gradients are segments in the
 same order at any address: one 16-bit segment per parameter from the backward pass, or a single flat float32 segment. Separate
@@ -116,6 +116,28 @@ class FlatSegments:
             # One vector load per thread is 16 bytes of master weights or moments.
             warps=16 if master.dtype == torch.float32 else 8,
         )
+
+    def momentum(
+        self, gradients: GradientPointers, exp_avg: Tensor, direction: Tensor, factor: Tensor, mu: float, nesterov: bool
+    ) -> None:
+        """Update Muon's momentum in place and write the direction, both [elements] of any floating dtype.
+
+        factor: float32 scalar that multiplies the gradients; NaN changes nothing.
+        """
+        aligned = exp_avg.data_ptr() % 16 == direction.data_ptr() % 16 == 0
+        arguments = exp_avg, direction, factor, 1 - mu, nesterov
+        self._run(_momentum, gradients, *arguments, aligned=aligned, BLOCK=2048, warps=8)
+
+    def decay_and_add(
+        self, update: GradientPointers, master: Tensor, weight: Tensor, factor: Tensor, decay: float, rate: float
+    ) -> None:
+        """Set master weights w [elements] to (1 - decay) w - rate update, and round them to `weight`.
+
+        factor: float32 scalar; NaN changes nothing.
+        """
+        aligned = master.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+        arguments = master, weight, factor, decay, rate
+        self._run(_decay_and_add, update, *arguments, aligned=aligned, BLOCK=2048, warps=8)
 
     def _run(
         self,
@@ -249,5 +271,65 @@ def _adamw(
             parameter -= rate * tl.div_rn(first, tl.sqrt_rn(second) * root + eps)
             tl.store(exp_avg + flat, first.to(exp_avg.dtype.element_ty), mask=inside)
             tl.store(exp_avg_sq + flat, second.to(exp_avg_sq.dtype.element_ty), mask=inside)
+            tl.store(master + flat, parameter.to(master.dtype.element_ty), mask=inside)
+            tl.store(weight + flat, parameter.to(weight.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _momentum(
+    owner,
+    table,
+    addresses,
+    exp_avg,
+    direction,
+    factor,
+    rest,
+    NESTEROV: tl.constexpr,
+    FLOAT32: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start, size, offset, address, _ = _segment(owner, table, addresses, ALIGNED, CHUNK)
+    scale = tl.load(factor)
+    if scale == scale:
+        for block in range(CHUNK // BLOCK):
+            index = start + block * BLOCK + tl.arange(0, BLOCK)
+            inside = index < size
+            flat = offset + index
+            gradient = _gradient(address, index, size, FLOAT32, ALIGNED) * scale
+            average = tl.load(exp_avg + flat, mask=inside, other=0.0).to(tl.float32)
+            average += rest * (gradient - average)
+            tl.store(exp_avg + flat, average.to(exp_avg.dtype.element_ty), mask=inside)
+            if NESTEROV:
+                average += rest * (gradient - average)
+            tl.store(direction + flat, average.to(direction.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decay_and_add(
+    owner,
+    table,
+    addresses,
+    master,
+    weight,
+    factor,
+    decay,
+    rate,
+    FLOAT32: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start, size, offset, address, _ = _segment(owner, table, addresses, ALIGNED, CHUNK)
+    scale = tl.load(factor)
+    if scale == scale:
+        for block in range(CHUNK // BLOCK):
+            index = start + block * BLOCK + tl.arange(0, BLOCK)
+            inside = index < size
+            flat = offset + index
+            update = _gradient(address, index, size, FLOAT32, ALIGNED)
+            parameter = tl.load(master + flat, mask=inside, other=0.0).to(tl.float32)
+            parameter -= decay * parameter + rate * update
             tl.store(master + flat, parameter.to(master.dtype.element_ty), mask=inside)
             tl.store(weight + flat, parameter.to(weight.dtype.element_ty), mask=inside)

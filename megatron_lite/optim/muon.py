@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import sqrt
 from typing import Any
 
@@ -23,6 +24,9 @@ from megatron_lite.optim.whole_matrices import MatrixPiece, WholeMatrices
 # The quintic polynomial of Jordan et al.: it maps singular values in (0, 1] close to 1 within five steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
+_BATCH = 1 << 27  # elements per batch of Newton-Schulz steps: enough for the device, few enough for its memory
+_KERNEL_ROWS = 512
+_HAS_TRITON = find_spec("triton") is not None
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates, divided by the learning rate
 
 
@@ -92,7 +96,6 @@ class Muon(torch.optim.AdamW):
             flat, gradient: [elements].
             factor: float32 scalar that multiplies the gradient; NaN changes nothing. It does not synchronise with the device.
         """
-        assert self._matrices is not None, "attach was not called"
         options, state = self.options, self.state[flat]
         gradient = gradient.float() if factor is None else gradient.float() * factor
         applied = None if factor is None else factor.isfinite()
@@ -101,17 +104,23 @@ class Muon(torch.optim.AdamW):
         mu = options.momentum
         momentum = torch.mul(state["exp_avg"].float(), mu).add_(gradient, alpha=1 - mu)
         direction = torch.mul(momentum, mu).add_(gradient, alpha=1 - mu) if options.nesterov else momentum
-        direction = direction.to(options.compute_dtype)
-        matrices = self._matrices.gather(direction)
-        updates = self._matrices.scatter(orthogonal_factors(matrices), direction)
         _copy_if(applied, momentum, state["exp_avg"])
-        for piece, update in zip(self._matrices.pieces, updates, strict=True):
-            weight = flat.narrow(0, piece.offset, piece.numel)
-            updated = weight.float() * (1 - group["lr"] * group["weight_decay"])
-            updated.add_(update, alpha=-group["lr"] * ADAMW_RMS * sqrt(max(piece.shape)))
-            _copy_if(applied, updated, weight)
+        update = direction.to(options.compute_dtype)
+        self.orthogonalize(update)
+        weight = flat.float() * (1 - group["lr"] * group["weight_decay"])
+        _copy_if(applied, weight.add_(update, alpha=-group["lr"] * ADAMW_RMS), flat)
         if factor is None:
             state["step"] += 1
+
+    def orthogonalize(self, flat: Tensor) -> None:
+        """Replace every matrix M [m, n] in a flat tensor by sqrt(max(m, n)) U V^T, where M = U S V^T. Every process calls it.
+
+        The root mean square of the result is about 1. Elements that belong to no matrix do not change.
+        """
+        assert self._matrices is not None, "attach was not called"
+        matrices = self._matrices.gather(flat)
+        orthogonalize_by_shape(list(matrices.values()))
+        self._matrices.scatter(matrices, flat)
 
 
 def _copy_if(applied: Tensor | None, source: Tensor, target: Tensor) -> None:
@@ -119,28 +128,48 @@ def _copy_if(applied: Tensor | None, source: Tensor, target: Tensor) -> None:
     target.copy_(source if applied is None else torch.where(applied, source, target))
 
 
-def orthogonal_factors(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `orthogonalize` of every matrix [m, n]. Matrices of one shape are one batch."""
-    by_shape: dict[torch.Size, list[str]] = defaultdict(list)
-    for name, matrix in matrices.items():
-        by_shape[matrix.shape].append(name)
-    factors: dict[str, Tensor] = {}
-    for names in by_shape.values():
-        factors.update(zip(names, orthogonalize(torch.stack([matrices[name] for name in names])), strict=True))
-    return factors
+def orthogonalize_by_shape(matrices: Iterable[Tensor]) -> None:
+    """Replace every matrix [m, n] by sqrt(max(m, n)) times its orthogonal factor. Matrices of one shape are one batch."""
+    by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+    for matrix in matrices:
+        wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+        by_shape[wide.shape].append(wide)
+    for shape, every in by_shape.items():
+        count = max(1, _BATCH // shape.numel())
+        for start in range(0, len(every), count):
+            batch = every[start : start + count]
+            for matrix, factor in zip(batch, orthogonalize(torch.stack(batch), scale=sqrt(shape[1])), strict=True):
+                matrix.copy_(factor)
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """Return the approximate orthogonal factor U V^T of matrices U S V^T, [batch, m, n], computed in their dtype.
+def orthogonalize(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    """Return `scale` times the approximate orthogonal factor U V^T of matrices U S V^T, computed in their dtype.
 
     Five Newton-Schulz steps (Jordan et al. 2024) bring every singular value into about [0.7, 1.2]. A zero matrix stays zero.
+
+    Args:
+        x: [batch, m, n] with m <= n. Its memory is reused.
     """
     a, b, c = COEFFICIENTS
-    norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    wide = matrices.shape[-2] <= matrices.shape[-1]
-    x = (matrices / norms.clamp_min(torch.finfo(torch.float32).tiny)).to(matrices.dtype)
-    x = x if wide else x.mT.contiguous()
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.mT
+    accumulation = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accumulation)
+    x = x.div_(norms.clamp_min(torch.finfo(torch.float32).tiny).to(x.dtype))
+    for factor in [1.0] * (STEPS - 1) + [scale]:
+        gram = symmetric(x)
+        polynomial = symmetric(gram, alpha=c, beta=b)
+        x = torch.baddbmm(x, polynomial, x, beta=a * factor, alpha=factor)
+    return x
+
+
+def symmetric(x: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+    """Return alpha X X^T + beta X of matrices [batch, m, n]. With beta, X is symmetric."""
+    if uses_kernel(x):
+        from megatron_lite.optim.symmetric_matmul import symmetric_matmul
+
+        return symmetric_matmul(x, alpha=alpha, beta=beta)
+    return torch.baddbmm(x, x, x.mT, beta=beta, alpha=alpha) if beta else x @ x.mT
+
+
+def uses_kernel(x: Tensor) -> bool:
+    """Return whether matrices are so large, and in 16 bits on CUDA, that half a matmul in Triton is faster than a whole one."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] >= _KERNEL_ROWS and _HAS_TRITON

@@ -76,7 +76,12 @@ class WholeMatrices:
         self._results_in = [[piece for piece in self.pieces if owners[piece.name] == owner] for owner in ranks]
 
     def gather(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the whole matrices of this process by name, from the flat tensors [elements] of all processes."""
+        """Return the whole matrices of this process by name, from the flat tensors [elements] of all processes.
+
+        A process alone gets views.
+        """
+        if self._group is None:
+            return {p.name: flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces}
         outgoing = [flat.narrow(0, piece.offset, piece.numel) for part in self._outgoing for piece in part]
         received = self._exchange(outgoing, self._outgoing, self._incoming, flat)
         shards: dict[tuple[str, tuple[int, int], Shard], list[tuple[int, Tensor]]] = defaultdict(list)
@@ -92,13 +97,12 @@ class WholeMatrices:
                 shard.cut(matrices.setdefault(name, flat.new_empty(shape))).copy_(whole)
         return {name: matrices[name] for name in sorted(matrices)}
 
-    def scatter(self, matrices: Mapping[str, Tensor], like: Tensor) -> list[Tensor]:
-        """Return the pieces [numel] of this process, in the order of `pieces`, from the matrices of all processes.
-
-        like: the dtype and device of the communication.
-        """
+    def scatter(self, matrices: Mapping[str, Tensor], flat: Tensor) -> None:
+        """Write the pieces of this process to `flat` [elements], from the matrices of all processes."""
+        if self._group is None:
+            return
         flats = {
-            (piece.name, piece.shard): piece.shard.cut(matrices[piece.name]).to(like.dtype).reshape(-1)
+            (piece.name, piece.shard): piece.shard.cut(matrices[piece.name]).reshape(-1)
             for part in self._results_out
             for piece in part
         }
@@ -107,9 +111,8 @@ class WholeMatrices:
             for part in self._results_out
             for piece in part
         ]
-        received = self._exchange(outgoing, self._results_out, self._results_in, like)
-        by_offset = {piece.offset: tensor for piece, tensor in received}
-        return [by_offset[piece.offset] for piece in self.pieces]
+        for piece, tensor in self._exchange(outgoing, self._results_out, self._results_in, flat):
+            flat.narrow(0, piece.offset, piece.numel).copy_(tensor)
 
     def _exchange(
         self,
@@ -120,8 +123,6 @@ class WholeMatrices:
     ) -> list[tuple[MatrixPiece, Tensor]]:
         """Send `tensors`, one per outgoing piece; return the incoming pieces with their elements."""
         pieces = [piece for part in incoming for piece in part]
-        if self._group is None:
-            return list(zip(pieces, tensors, strict=True))
         to_receive, to_send = ([sum(piece.numel for piece in part) for part in parts] for parts in (incoming, outgoing))
         received = like.new_empty(sum(to_receive))
         dist.all_to_all_single(received, torch.cat([like[:0], *tensors]), to_receive, to_send, group=self._group)

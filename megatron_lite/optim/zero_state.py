@@ -260,11 +260,11 @@ class OptimizerState:
             group["lr"] = lr
 
     def compute_muon_update(self) -> None:
-        """Compute an update of Muon without applying it, to measure its time; nothing with AdamW. Every process calls it."""
+        """Orthogonalize copies of the matrices, to measure the time of Muon; nothing with AdamW. Every process calls it."""
         if isinstance(self._adamw, Muon):
             for group, flat in zip(self._adamw.param_groups, self._flats, strict=True):
                 if group["muon"]:
-                    self._adamw.update(group, flat, torch.zeros_like(flat), flat.new_tensor(math.nan))
+                    self._adamw.orthogonalize(flat.detach().to(self._adamw.options.compute_dtype, copy=True))
 
     def mark_step_invalid(self) -> None:
         """Make every process skip the next update, by `skip_next` or by a NaN gradient on this process."""

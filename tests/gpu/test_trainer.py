@@ -24,7 +24,7 @@ def grid() -> Grid:
     return init_grid("cuda")
 
 
-def engine_on(grid: Grid, config, dtype: str, stage: int = 1, seed: int = 11, **settings) -> Engine:
+def engine_on(grid: Grid, config, dtype: str, stage: int = 1, seed: int = 11, optimizer=None, **settings) -> Engine:
     return Engine(
         layer_specs(config),
         build_layer,
@@ -33,7 +33,7 @@ def engine_on(grid: Grid, config, dtype: str, stage: int = 1, seed: int = 11, **
         dtype=dtype,
         micro_batch_size=2,
         accumulation=2,
-        optimizer=OptimizerConfig(lr=LR),
+        optimizer=OptimizerConfig(lr=LR, **(optimizer or {})),
         parallel=ParallelConfig(zero_stage=stage, **settings),
         precision=PrecisionConfig(fp16={"initial_scale_power": 8}),
         recompute=recompute_elementwise,
