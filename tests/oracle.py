@@ -34,6 +34,7 @@ def train(
     accuracies: list[float] | None = None,
     fp8: Recipe | None = None,
     muon: bool = False,
+    per_head: bool = False,
 ) -> list[tuple[float, float]]:
     """Return (loss, gradient norm before clipping) of every step.
 
@@ -42,6 +43,7 @@ def train(
     accuracies: receives per step the share of the loss weight on correctly predicted tokens.
     fp8: of the blocks' projections, one by one.
     muon: the matrices of the blocks' linear layers by Muon, in float64.
+    per_head: with Muon, queries, keys and values head by head.
     """
     with torch.device(device):
         model = LanguageModel(config, seed=seed)
@@ -52,7 +54,8 @@ def train(
     linears = {id(module.weight) for module in model.blocks.modules() if isinstance(module, torch.nn.Linear)}
     for name, parameter in model.named_parameters():
         if muon and id(parameter) in linears:
-            matrices.append(parameter)
+            in_heads = per_head and name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+            matrices.append((parameter, config.num_heads if in_heads else 1))
             continue
         embedding = name.startswith("embedding") and "projection" not in name
         no_decay = parameter.ndim < 2 or "norm" in name or "decay" in name.rpartition(".")[2] or embedding
@@ -64,7 +67,7 @@ def train(
         eps=1e-8,
         fused=True,
     )
-    momenta = [torch.zeros_like(matrix, dtype=torch.float64) for matrix in matrices]
+    momenta = [torch.zeros_like(matrix, dtype=torch.float64) for matrix, _ in matrices]
     history = []
     for step, micro_batches in enumerate(steps):
         progress = min(1.0, max(0.0, (step - warmup) / max(1, total - warmup)))
@@ -83,8 +86,8 @@ def train(
             accuracy += ((logits.argmax(-1) == batch["labels"]) * batch["loss_weight"]).sum().item() / weight
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip else math.inf)
         optimizer.step()
-        for matrix, momentum in zip(matrices, momenta, strict=True):
-            muon_update(matrix, momentum, rate, weight_decay)
+        for (matrix, heads), momentum in zip(matrices, momenta, strict=True):
+            muon_update(matrix, momentum, rate, weight_decay, heads)
         model.zero_grad()
         history.append((loss, norm.item()))
         if accuracies is not None:
@@ -93,13 +96,15 @@ def train(
 
 
 @torch.no_grad()
-def muon_update(matrix: Tensor, momentum: Tensor, lr: float, weight_decay: float, mu: float = 0.95) -> None:
+def muon_update(matrix: Tensor, momentum: Tensor, lr: float, weight_decay: float, heads: int = 1) -> None:
     """Update a matrix by Muon with Nesterov momentum, in the form of its authors, and AdamW's root mean square."""
-    gradient = matrix.grad.double()
+    gradient, mu = matrix.grad.double(), 0.95
     momentum.mul_(mu).add_(gradient)
-    direction = gradient + mu * momentum
-    x = direction / direction.norm()
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    matrix.mul_(1 - lr * weight_decay).sub_((lr * 0.2 * max(matrix.shape) ** 0.5 * x).to(matrix.dtype))
+    updates = []
+    for direction in (gradient + mu * momentum).chunk(heads):
+        x = direction / direction.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        updates.append(lr * 0.2 * max(x.shape) ** 0.5 * x)
+    matrix.mul_(1 - lr * weight_decay).sub_(torch.cat(updates).to(matrix.dtype))

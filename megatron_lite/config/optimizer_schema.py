@@ -19,6 +19,9 @@ class MuonConfig(Section):
     momentum_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Number format of the momentum: 4 or 2 bytes per parameter."
     )
+    per_head: bool = Field(
+        default=False, description="Orthogonalize the projections of queries, keys and values one head at a time."
+    )
 
 
 def muon_conflict(dtype: str, zero_stage: int) -> str:

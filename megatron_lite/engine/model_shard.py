@@ -12,7 +12,7 @@ from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.parallelize import shard_and_fuse
 from megatron_lite.engine.precision import fp8_recipe
-from megatron_lite.optim.param_groups import parameter_kind
+from megatron_lite.optim.param_groups import head_dim_of, parameter_kind
 from megatron_lite.optim.zero_state import ShardedParameter
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.layout import stage_bounds
@@ -45,6 +45,7 @@ class ModelShard:
         tied: name of a layer -> name of the layer whose `weight` it shares.
         shapes, sharding_specs, kinds: full shape, sharding spec and `parameter_kind` of every parameter of the model by canonical
             name, a tied one once.
+        heads: number of heads of the projections of queries, keys and values, by canonical name of the weight.
 
     Raises:
         ValueError: as `parallelize.shard_and_fuse`.
@@ -106,13 +107,15 @@ class ModelShard:
         rank, size = self._grid.tensor_rank, self._grid.tensor_size
         for name, parameter, first in self.named_parameters():
             shard = shard_of(self.sharding_specs[name], self.shapes[name], rank, size)
-            yield ShardedParameter(name, parameter, shard, primary=first and (shard.count > 1 or rank == 0))
+            primary = first and (shard.count > 1 or rank == 0)
+            yield ShardedParameter(name, parameter, shard, primary, self.heads.get(name, 1))
 
     def _describe(self, specs: Sequence[LayerSpec]) -> None:
         """Set the shape, sharding spec and kind of every parameter of the model, by canonical name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.sharding_specs: dict[str, ShardingSpec] = {}
         self.kinds: dict[str, str] = {}
+        self.heads: dict[str, int] = {}
         for index, (spec, layer) in enumerate(zip(specs, self.model, strict=True)):
             specs_of_layer = sharding_specs(layer)
             for key, parameter in layer.named_parameters():
@@ -121,5 +124,7 @@ class ModelShard:
                 name = f"{spec.name}.{key}"
                 self.shapes[name], self.sharding_specs[name] = tuple(parameter.shape), specs_of_layer[key]
                 kind = parameter_kind(layer, key)
+                if head_dim := head_dim_of(layer, key):
+                    self.heads[name] = parameter.shape[0] // head_dim
                 # Embedding and head are no blocks: AdamW updates their matrices.
                 self.kinds[name] = "weight" if kind == "matrix" and index in (0, len(specs) - 1) else kind

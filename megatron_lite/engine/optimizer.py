@@ -19,7 +19,7 @@ def optimizer_of(
     """Return the optimizer and the fillers of its empty groups, which the trained module must register.
 
     Raises:
-        ValueError: Muon with fp16 or ZeRO 3, or for a model without matrices in its blocks.
+        ValueError: Muon with fp16 or ZeRO 3, or for a model without matrices or, with `per_head`, without heads in its blocks.
     """
     muon = None
     if config.name == "muon":
@@ -30,11 +30,17 @@ def optimizer_of(
                 "optimizer.name = muon: the blocks of this model have no matrices (weights of linear layers); "
                 "adamw is allowed"
             )
+        if config.muon.per_head and not shard.heads:
+            raise ValueError(
+                "optimizer.muon.per_head = true: no mixer of this model has projections q_proj, k_proj and v_proj of heads; "
+                "false is allowed"
+            )
         muon = MuonOptions(
             momentum=config.muon.momentum,
             nesterov=config.muon.nesterov,
             momentum_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[config.muon.momentum_dtype],
             compute_dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
+            per_head=config.muon.per_head,
         )
     return build_optimizer(
         shard.parameters_with_kind(),

@@ -39,12 +39,14 @@ class MuonOptions:
         nesterov: use Nesterov momentum.
         momentum_dtype: of the stored momentum.
         compute_dtype: of the orthogonalization, and of the communication of matrices.
+        per_head: orthogonalize queries, keys and values one head at a time.
     """
 
     momentum: float = 0.95
     nesterov: bool = True
     momentum_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
+    per_head: bool = False
 
 
 class Muon(torch.optim.AdamW):
@@ -115,11 +117,13 @@ class Muon(torch.optim.AdamW):
     def orthogonalize(self, flat: Tensor) -> None:
         """Replace every matrix M [m, n] in a flat tensor by sqrt(max(m, n)) U V^T, where M = U S V^T. Every process calls it.
 
-        The root mean square of the result is about 1. Elements that belong to no matrix do not change.
+        The root mean square of the result is about 1. A matrix of several heads is replaced head by head. Elements that belong
+        to no matrix do not change.
         """
         assert self._matrices is not None, "attach was not called"
-        matrices = self._matrices.gather(flat)
-        orthogonalize_by_shape(list(matrices.values()))
+        matrices, heads = self._matrices.gather(flat), self._matrices.heads
+        blocks = [block for name, matrix in matrices.items() for block in matrix.chunk(heads[name])]
+        orthogonalize_by_shape(blocks)
         self._matrices.scatter(matrices, flat)
 
 

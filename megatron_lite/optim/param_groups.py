@@ -63,3 +63,20 @@ def parameter_kind(module: nn.Module, name: str) -> str:
     if isinstance(owner, nn.Linear) and local == "weight":
         return "matrix"
     return kinds.get(local, "bias" if local.endswith("bias") else "weight")
+
+
+def head_dim_of(module: nn.Module, name: str) -> int | None:
+    """Return the rows per head of the weight of a mixer's `q_proj`, `k_proj` or `v_proj`; None for other parameters.
+
+    The mixer, or its `sizes`, has `head_dim_k` for queries and keys and `head_dim_v` for values, or `head_dim` for all.
+    """
+    *path, projection, local = ["", *name.split(".")]
+    suffix = {"q_proj": "k", "k_proj": "k", "v_proj": "v"}.get(projection)
+    if suffix is None or local != "weight":
+        return None
+    mixer = module.get_submodule(".".join(path[1:]))
+    for owner in (mixer, getattr(mixer, "sizes", None)):
+        for attribute in (f"head_dim_{suffix}", "head_dim"):
+            if hasattr(owner, attribute):
+                return int(getattr(owner, attribute))
+    return None

@@ -28,6 +28,7 @@ class MatrixPiece:
         start: offset of the piece in the flattened shard.
         numel: its elements.
         offset: its offset in the flat tensor.
+        heads: blocks of rows of the whole matrix, each of which is orthogonalized alone.
     """
 
     name: str
@@ -36,6 +37,7 @@ class MatrixPiece:
     start: int
     numel: int
     offset: int
+    heads: int = 1
 
 
 class WholeMatrices:
@@ -55,7 +57,13 @@ class WholeMatrices:
             dist.all_gather_object(everyone, self.pieces, group=group)
             self._rank = dist.get_rank(group)
         ranks = range(len(everyone))
-        owners = assign_owners({piece.name: piece.shape for local in everyone for piece in local}, len(everyone))
+        self.heads = {piece.name: piece.heads for local in everyone for piece in local}
+        costs = {
+            piece.name: piece.heads * newton_schulz_cost(piece.shape[0] // piece.heads, piece.shape[1])
+            for local in everyone
+            for piece in local
+        }
+        owners = assign_owners(costs, len(everyone))
         # Of equal pieces, the first process sends its own.
         sources: dict[tuple[str, Shard, int], int] = {}
         for rank, local in enumerate(everyone):
@@ -129,15 +137,17 @@ class WholeMatrices:
         return list(zip(pieces, received.split([piece.numel for piece in pieces]), strict=True))
 
 
-def assign_owners(shapes: Mapping[str, Sequence[int]], ranks: int) -> dict[str, int]:
-    """Return the owner of every matrix: the most expensive first, each to the process with the least cost so far.
+def newton_schulz_cost(rows: int, columns: int) -> int:
+    """Return the multiply-adds of one Newton-Schulz step: small^2 (2 large + small) for a matrix small x large."""
+    small, large = sorted((rows, columns))
+    return small**2 * (2 * large + small)
 
-    The cost is that of the Gram matrices: small^2 (2 large + small) for a matrix small x large.
-    """
-    cost = {name: min(shape) ** 2 * (2 * max(shape) + min(shape)) for name, shape in shapes.items()}
+
+def assign_owners(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return the owner of every matrix: the most expensive first, each to the process with the least cost so far."""
     load = [0] * ranks
     owners: dict[str, int] = {}
-    for name in sorted(cost, key=lambda name: (-cost[name], name)):
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
         owners[name] = min(range(ranks), key=lambda rank: load[rank])
-        load[owners[name]] += cost[name]
+        load[owners[name]] += costs[name]
     return owners

@@ -32,12 +32,14 @@ class ShardedParameter:
         name: canonical parameter name.
         shard: the part of the full tensor that tensor parallelism gave to this process.
         primary: of the processes that hold equal values, this one writes them.
+        heads: of the projection of queries, keys or values whose weight it is; 1 for others.
     """
 
     name: str
     parameter: Any
     shard: Shard
     primary: bool
+    heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -308,7 +310,8 @@ class OptimizerState:
                 shape[shard.dim] *= shard.count
                 at = mapping.hp_fragment_address
                 start = mapping.lp_fragment_address.start
-                yield MatrixPiece(sharded.name, (shape[0], shape[1]), shard, start, at.numel, at.start)
+                heads = sharded.heads if self._adamw.options.per_head else 1
+                yield MatrixPiece(sharded.name, (shape[0], shape[1]), shard, start, at.numel, at.start, heads)
 
     def _partition(self, parameter: Any) -> tuple[int, dict[str, Tensor]]:
         """Return the start of this process's part of a parameter under stage 3, and its state."""

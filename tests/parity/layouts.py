@@ -249,6 +249,11 @@ FP8 = {
     2: ("tensor2_overlap", "tensor2_sequence_selective", "pipeline2_recompute", "context2"),
     4: ("context2_tensor2_sequence", "data4"),
 }
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "muon": {"name": "muon"},
+    "muon_per_head": {"name": "muon", "muon": {"per_head": True}},
+}
 # Matrices of Muon that ZeRO and tensor parallelism cut, and stages with unequal numbers of them.
 MUON = (
     *("data2", "data2_zero2", "tensor2", "tensor2_sequence", "pipeline2", "context2", "context2_tensor2_sequence"),
@@ -298,6 +303,11 @@ def cases(processes: int) -> list[LayoutCase]:
     selected += [
         LayoutCase("hybrid", name, layouts[name], optimizer="muon", packed="context" in name)
         for name in MUON
+        if name in layouts
+    ]
+    selected += [
+        LayoutCase("hybrid", name, layouts[name], optimizer="muon_per_head")
+        for name in ("tensor2", "data2_tensor2")
         if name in layouts
     ]
     hybrid = ("context2",) if processes == 2 else ("context4", "context2_tensor2_sequence")

@@ -81,7 +81,7 @@ def engine_of(
         dtype=dtype,
         micro_batch_size=micro_batch_size,
         accumulation=2 * layouts.MICRO_BATCHES // micro_batch_size // grid.data_size,
-        optimizer=OptimizerConfig(lr=LR, name=optimizer),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=LR, **layouts.OPTIMIZERS[optimizer]),
         parallel=ParallelConfig(**parallel),
         precision=PrecisionConfig(optimizer_state=state, fp8=Fp8Config(recipe=fp8)),  # type: ignore[arg-type]
         sequence_length=layouts.LENGTH,

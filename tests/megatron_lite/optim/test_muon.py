@@ -11,7 +11,7 @@ import torch
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.optim.muon import Muon, MuonOptions, orthogonalize_by_shape
-from megatron_lite.optim.whole_matrices import MatrixPiece, assign_owners
+from megatron_lite.optim.whole_matrices import MatrixPiece, assign_owners, newton_schulz_cost
 from megatron_lite.parallel.sharding_plan import Shard
 from tests import oracle
 from tests.megatron_lite.conftest import batches, model_config
@@ -33,11 +33,14 @@ def state_of(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
 def test_engine_equals_reference(build, mixer):
     config, steps = model_config((mixer,)), batches(4)
     options = {"seed": 11, "lr": 3e-4, "warmup": 0, "total": 10**6, "min_ratio": 1.0}
-    expected = oracle.train(config, steps, muon=True, **options)
-    actual = train(build(config, optimizer=MUON), steps)
-    for found, wanted in zip(actual, expected, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-5)
-    assert abs(actual[3][0] - oracle.train(config, steps, **options)[3][0]) > 1e-4  # another optimizer
+    losses = [oracle.train(config, steps, **options)[3][0]]  # AdamW's
+    for per_head in (False, True):
+        expected = oracle.train(config, steps, muon=True, per_head=per_head, **options)
+        actual = train(build(config, optimizer=MUON | {"muon": {"per_head": per_head}}), steps)
+        for found, wanted in zip(actual, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+        losses.append(actual[3][0])
+    assert max(losses) - min(losses) > 1e-4
 
 
 def test_orthogonal_factor_of_tall_wide_and_zero_matrices():
@@ -50,6 +53,19 @@ def test_orthogonal_factor_of_tall_wide_and_zero_matrices():
         assert values.max() < 1.25
         assert values.median() > 0.65
     assert not matrices[3].any()
+
+
+def test_every_head_is_orthogonalized_alone():
+    matrix = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    muon = Muon(
+        [{"params": [torch.nn.Parameter(matrix)], "muon": True}], MuonOptions(), lr=0.1, betas=(0.9, 0.95), eps=1e-8
+    )
+    muon.attach([MatrixPiece("a", (6, 4), Shard(), 0, 24, 0, heads=3)])
+    flat, heads = matrix.flatten().clone(), list(matrix.clone().chunk(3))
+    muon.orthogonalize(flat)
+    orthogonalize_by_shape(heads)
+    assert torch.equal(flat.view(6, 4), torch.cat(heads))
+    assert flat.square().mean().sqrt().item() == pytest.approx(1, rel=0.2)  # times 0.2: the root mean square of AdamW
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -112,16 +128,28 @@ def test_factor_scales_the_gradient_and_nan_changes_nothing():
 
 
 def test_matrices_are_assigned_by_cost():
-    shapes = {"a": (64, 256), "b": (64, 64), "c": (64, 64), "d": (64, 64), "e": (64, 64)}
-    owners = assign_owners(shapes, 2)
-    assert owners["a"] == 0
-    assert sorted(owners.values()) == [0, 1, 1, 1, 1] or sorted(owners.values()) == [0, 0, 1, 1, 1]
-    assert set(assign_owners({"a": (2, 2)}, 4).values()) == {0}
+    costs = {"a": newton_schulz_cost(64, 256), **dict.fromkeys("bcde", newton_schulz_cost(64, 64))}
+    assert assign_owners(costs, 2) == {"a": 0, "b": 1, "c": 1, "d": 1, "e": 0}
+    assert assign_owners({"a": 8}, 4) == {"a": 0}
+    # Blocks of MetaLA 1.4B: every one of n processes has one n-th of the multiply-adds.
+    block = [(2048, 2048)] * 3 + [(1024, 2048)] * 2 + [(5632, 2048)] * 2 + [(2048, 5632)]
+    costs = {f"{layer}.{i}": newton_schulz_cost(*shape) for layer in range(24) for i, shape in enumerate(block)}
+    for ranks in (2, 8):
+        owners = assign_owners(costs, ranks)
+        loads = [sum(costs[name] for name in owners if owners[name] == rank) for rank in range(ranks)]
+        assert max(loads) < 1.01 * sum(loads) / ranks
 
 
 def test_zero_3_is_refused(build):
     with pytest.raises(ValueError, match=r"optimizer\.name = muon is not supported with parallel\.zero_stage = 3"):
         build(model_config(), optimizer=MUON, zero_stage=3)
+
+
+def test_heads_of_a_mixer_without_them_are_refused(build):
+    with pytest.raises(
+        ValueError, match=r"optimizer\.muon\.per_head = true: no mixer of this model has projections q_proj"
+    ):
+        build(model_config(("mamba2",)), optimizer=MUON | {"muon": {"per_head": True}})
 
 
 def test_blocks_without_matrices_are_refused(build, monkeypatch):
