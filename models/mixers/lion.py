@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.decay_init import DT_MAX, DT_MIN, check_time_steps, decay_logits, hippo_complements
 from ..layers.norm import LayerNorm
 from ..layers.projections import FusedProjections, apply_each, init_std, linear
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
-from ..operators.lion.feature_map import feature_map
+from ..operators.lion.feature_map import NORMALISED, feature_map
 from ..operators.varlen import without_padding
 from ..options import ModelShape, option, require_positive
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
@@ -33,18 +34,32 @@ class LionOptions:
     causal: bool = option(
         True, "true: a token sees itself and earlier tokens only. false: all tokens, for masked models."
     )
-    phi: Literal["silu", "silu_paper", "elu", "none"] = option(
+    phi: Literal["silu", "silu_paper", "elu", "sigmoid", "relu", "softplus", "none"] = option(
         "silu",
         "Feature map of queries and keys. silu: (SiLU(x) + 0.5) / norm, positive. silu_paper: SiLU(x + 0.5) / "
-        "norm as printed in the paper, not always positive. elu: elu(x) + 1. none: keys / sqrt(head_dim), for lstm or "
-        "scaled: false.",
+        "norm as printed in the paper, not always positive. elu: elu(x) + 1. sigmoid, relu, softplus: the function of each "
+        "channel; only the sigmoid is bounded. none: keys / sqrt(head_dim), for lstm or scaled: false.",
     )
-    decay_init: Literal["half", "retnet", "half_life"] = option(
+    decay_per: Literal["head", "channel"] = option(
+        "head",
+        "head: one decay per head. channel: a vector per head, one decay per channel of its keys, as in GLA. lit has none.",
+    )
+    decay_init: Literal["half", "retnet", "half_life", "hippo"] = option(
         "retnet",
-        "Initial decay. half: 1/2. retnet: 1 - 2^(-5-h) for head h. half_life: 2^(-1 / half_life). lit does not "
-        "use it.",
+        "Initial decay. half: 1/2. retnet: 1 - 2^(-5-h) for head h. half_life: 2^(-1 / half_life). hippo: exp(-dt (n+1)) for "
+        "channel n of a head with time step dt, the diagonal of HiPPO-LegS; it needs decay_per: channel. lit does not use it.",
     )
     half_life: float = option(64.0, "Tokens over which the initial decay is 1/2, for decay_init: half_life.")
+    dt_min: float = option(0.001, DT_MIN)
+    dt_max: float = option(0.1, DT_MAX)
+    init_std: float | None = option(
+        None, "Standard deviation of the initial weights of queries, keys and decays; null: that of the model."
+    )
+    value_init: Literal["normal", "zero_order_hold"] = option(
+        "normal",
+        "Initial weight of values. normal: as the other projections. zero_order_hold: the diagonal matrix of the initial "
+        "(decay - 1) / log decay.",
+    )
     scaled: bool = option(
         True, "true: divide each output by its normalizer, the row sum of the decayed attention matrix."
     )
@@ -64,6 +79,20 @@ class LionOptions:
 
     def __post_init__(self) -> None:
         require_positive("lion", self, "half_life")
+        check_time_steps("lion", self.dt_min, self.dt_max)
+        if self.init_std is not None:
+            require_positive("lion", self, "init_std")
+        if self.variant == "lit" and (self.decay_per == "channel" or self.value_init == "zero_order_hold"):
+            key = "decay_per = channel" if self.decay_per == "channel" else "value_init = zero_order_hold"
+            raise ValueError(
+                f"model.mixer_options.lion.{key} with variant = lit, which has no decay: set variant = d, s, lstm or grfa, or "
+                "remove the key"
+            )
+        if self.decay_init == "hippo" and self.decay_per == "head":
+            raise ValueError(
+                "model.mixer_options.lion.decay_init = hippo with decay_per = head: a head has one initial decay per channel; "
+                "set model.mixer_options.lion.decay_per = channel, or decay_init = half, retnet or half_life"
+            )
         if self.causal and self.form != "auto":
             raise ValueError(
                 f"model.mixer_options.lion.form = {self.form!r} is for both directions only: set "
@@ -76,8 +105,8 @@ class LionOptions:
             )
         if self.phi == "none" and self.scaled and self.variant != "lstm":
             raise ValueError(
-                f"model.mixer_options.lion.phi = 'none' with variant = {self.variant!r}: normalizers may be 0; set phi = silu, "
-                "silu_paper or elu, variant = lstm, or scaled = false"
+                f"model.mixer_options.lion.phi = 'none' with variant = {self.variant!r}: normalizers may be 0; set phi = silu or "
+                "another feature map, variant = lstm, or scaled = false"
             )
         if self.variant == "lstm" and not self.scaled:
             raise ValueError(
@@ -95,6 +124,8 @@ class Lion(nn.Module):
       s     lambda_t = sigmoid(w x_t + b)      grfa   as s, k_t <- (1 - lambda_t) k_t (gated RFA, arXiv 2103.02143)
       lstm  as s, k_t <- sigmoid(w' x_t + b') k_t, normalizer max(|row sum|, 1) (mLSTM, arXiv 2405.04517). The mLSTM's
             exponential input gate needs a running maximum; the sigmoid does not.
+    decay_per = channel: a, w and b have one row per channel of keys, and M_ij multiplies the channel's part of phi(q_i) phi(k_j).
+    The bias b is the non-selective term. decay_init = hippo and value_init = zero_order_hold are those of the Long Range Arena.
     There are no positions: lit has no decay and needs model.positions = learned.
     """
 
@@ -122,16 +153,26 @@ class Lion(nn.Module):
         self.q_proj = linear(config, size, size, bias=options.bias)
         self.k_proj = linear(config, size, size, bias=options.bias)
         self.v_proj = linear(config, size, size, bias=options.bias)
-        self.decay = None if options.variant == "lit" else nn.Parameter(_initial_logits(options, heads))
+        complement = _initial_complements(options, heads, self.head_dim)
+        self.decay = None if options.variant == "lit" else nn.Parameter(decay_logits(complement))
         self.decay_weight = None
         if options.variant not in ("lit", "d"):
-            self.decay_weight = nn.Parameter(torch.empty(heads, size).normal_(std=init_std(config)))
+            self.decay_weight = nn.Parameter(torch.empty(len(complement), size).normal_(std=init_std(config)))
         self.input_gate = linear(config, size, heads, bias=True) if options.variant == "lstm" else None
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
         normed = options.variant == "lit" if options.output_norm is None else options.output_norm
         self.output_norm = LayerNorm(size) if normed else None
+        if options.init_std is not None:
+            for weight in (self.q_proj.weight, self.k_proj.weight, self.decay_weight):
+                if weight is not None:
+                    nn.init.normal_(weight, std=options.init_std)
+        if options.value_init == "zero_order_hold":
+            held = -complement / torch.log1p(-complement)
+            with torch.no_grad():
+                self.v_proj.weight.copy_(torch.diag(held.repeat_interleave(size // len(held))))
         self.project_inputs: FusedProjections = apply_each
         self._size, self._heads = size, heads
+        self._per_channel = options.decay_per == "channel"
 
     def forward(
         self,
@@ -166,7 +207,7 @@ class Lion(nn.Module):
         if self.input_gate is not None:
             k = k * torch.sigmoid(to_accumulation_dtype(self.input_gate(x))).unsqueeze(-1)
         if self.options.variant == "grfa" and isinstance(logits, Tensor):
-            k = k * torch.sigmoid(-logits).unsqueeze(-1)
+            k = k * torch.sigmoid(-logits if self._per_channel else -logits.unsqueeze(-1))
         k = k.to(v.dtype)
         if self.options.causal:
             logits = logits.logits() if isinstance(logits, ProjectedDecayLogits) else logits
@@ -179,9 +220,17 @@ class Lion(nn.Module):
         return (y, new_state) if return_state else y
 
     def _decay_logits(self, x: Tensor) -> Tensor | ProjectedDecayLogits | None:
-        """Return the logits of lambda, [batch, length, heads] in float32 (float64 for float64), or their projection."""
+        """Return the logits of lambda, [batch, length, heads] in float32 (float64 for float64), or their projection.
+
+        With per-channel decays they are [batch, length, heads, head_dim].
+        """
         if self.decay is None:
             return None
+        if self._per_channel:
+            logits = to_accumulation_dtype(self.decay)
+            if self.decay_weight is not None:
+                logits = logits + to_accumulation_dtype(F.linear(x, self.decay_weight))
+            return logits.unflatten(-1, (-1, self.head_dim)).expand(*x.shape[:2], -1, -1)
         if self.decay_weight is None:
             return to_accumulation_dtype(self.decay).expand(*x.shape[:2], -1) if self.options.causal else self.decay
         projected = ProjectedDecayLogits(x, self.decay_weight, self.decay)
@@ -201,10 +250,10 @@ class Lion(nn.Module):
         log_decay = (
             to_accumulation_dtype(q).new_zeros(()).expand(q.shape[:3]) if logits is None else F.logsigmoid(logits)
         )
-        log_decay = log_decay.unsqueeze(-1)
+        log_decay = log_decay if self._per_channel else log_decay.unsqueeze(-1)
         log_decay, k = without_padding(mask, log_decay, k)
         short = None
-        if self.input_gate is None:
+        if self.input_gate is None and not self._per_channel:
             short = short_attention(
                 q, k, v, log_decay, normalized=self.options.scaled, cu_seqlens=cu_seqlens, initial_state=initial_state,
                 return_state=return_state,
@@ -213,13 +262,15 @@ class Lion(nn.Module):
             return short, {}
         if not self.options.scaled:
             o, recurrent = gated_linear_attention(
-                q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
-            )
+                q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens,
+                fits_matmul_form=self._per_channel,
+            )  # fmt: skip
             return o, {"recurrent": recurrent}
-        weight = self.head_dim if self.options.phi == "elu" else 1
+        weight = 1 if self.options.phi in (*NORMALISED, "none") else self.head_dim
         num, den, recurrent = linear_attention_with_normalizer(
-            q, k, v, log_decay, weight=weight, initial_state=initial_state, cu_seqlens=cu_seqlens
-        )
+            q, k, v, log_decay, weight=weight, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            fits_matmul_form=self._per_channel,
+        )  # fmt: skip
         o = num / (den + NORMALIZER_EPS if self.input_gate is None else den.abs().clamp_min(1.0))
         return o, {"recurrent": recurrent}
 
@@ -236,11 +287,13 @@ class Lion(nn.Module):
         lstm = self.input_gate is not None
         if lstm and v.dtype == torch.float16:  # sums over a long sequence, and their gradients, may overflow
             q, k, v = to_accumulation_dtype(q), to_accumulation_dtype(k), to_accumulation_dtype(v)
+        log_decay = F.logsigmoid(logits) if self._per_channel and isinstance(logits, Tensor) else None
         o = bidirectional_linear_attention(
             q,
             k,
             F.pad(v, (0, 1), value=1.0) if lstm else v,
-            decay_logits=logits,
+            log_decay,
+            decay_logits=logits if log_decay is None else None,
             phi=phi,
             normalized=self.options.scaled and not lstm,
             mask=mask,
@@ -255,17 +308,23 @@ class Lion(nn.Module):
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with the operator in chunks of 64 tokens."""
         dim, directions = self.head_dim, 1 if self.options.causal else 2
-        gates = sum(2 * self._size for gate in (self.decay_weight, self.input_gate) if gate is not None)
+        gates = sum(
+            2 * self._size * outputs
+            for gate, outputs in ((self.decay_weight, dim if self._per_channel else 1), (self.input_gate, 1))
+            if gate is not None
+        )
         operator = flops_per_head(length, dim, dim + self.options.scaled)
         return 8 * self._size**2 + self._heads * (gates + directions * operator)
 
 
-def _initial_logits(options: LionOptions, heads: int) -> Tensor:
-    """Return log(lambda / (1 - lambda)) per head, from 1 - lambda, which is precise near lambda = 1."""
+def _initial_complements(options: LionOptions, heads: int, head_dim: int) -> Tensor:
+    """Return 1 - lambda at the start, [heads], or [heads * head_dim] with per-channel decays."""
+    if options.decay_init == "hippo":
+        return hippo_complements(heads, head_dim, options.dt_min, options.dt_max)
     if options.decay_init == "half":
         complement = torch.full((heads,), 0.5)
     elif options.decay_init == "retnet":
         complement = torch.exp2(-5.0 - torch.arange(heads))
     else:
         complement = torch.full((heads,), -expm1(-log(2) / options.half_life))
-    return torch.log1p(-complement) - complement.log()
+    return complement.repeat_interleave(head_dim) if options.decay_per == "channel" else complement

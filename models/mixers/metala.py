@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.decay_init import DT_MAX, DT_MIN, check_time_steps, decay_logits, hippo_complements
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import flops_per_head
 from ..operators.metala import metala
 from ..options import ModelShape, check_key_dim, option, require_at_least, require_positive
+
+
+DECAY_INIT = (
+    "none: alpha = sigmoid(W_a x)^(1/16). hippo: alpha = sigmoid(W_a x + b)^(1/16), b a parameter whose initial alpha is "
+    "exp(-dt (n+1)) for channel n of a head with time step dt, the diagonal of HiPPO-LegS."
+)
 
 
 @dataclass(frozen=True)
@@ -36,10 +43,14 @@ class MetaLAOptions:
         "key_projection: true.",
     )
     expand_k: float = option(0.5, "key_dim / hidden_size: the width of q, k and alpha over all heads. 1 for MQAR.")
+    decay_init: Literal["none", "hippo"] = option("none", DECAY_INIT)
+    dt_min: float = option(0.001, DT_MIN)
+    dt_max: float = option(0.1, DT_MAX)
 
     def __post_init__(self) -> None:
         require_at_least("metala", self, 1, "conv_kernel")
         require_positive("metala", self, "expand_k")
+        check_time_steps("metala", self.dt_min, self.dt_max)
         if not self.dynamic_decay and not self.key_projection:
             raise ValueError(
                 "model.mixer_options.metala.dynamic_decay = false with key_projection = false: k = 1 - alpha would be the same "
@@ -84,8 +95,10 @@ class MetaLA(nn.Module):
         self.conv = CausalConvolution(size, options.conv_kernel, silu=silu) if options.convolution else None
         self.q_proj = linear(config, size, key_dim)
         self.a_proj = linear(config, size, key_dim) if options.dynamic_decay else None
-        # Initially alpha = 0.5^(1/16), the initial mean with a_proj.
-        self.decay = None if options.dynamic_decay else nn.Parameter(torch.zeros(key_dim))
+        self.decay = initial_decay(options, config.num_heads, self.head_dim_k)
+        if self.decay is None and not options.dynamic_decay:
+            # Initially alpha = 0.5^(1/16), the initial mean with a_proj.
+            self.decay = nn.Parameter(torch.zeros(key_dim))
         self.k_proj = linear(config, size, key_dim) if options.key_projection else None
         self.v_proj = linear(config, size, size)
         self.gate_proj = linear(config, size, size, bias=True)
@@ -118,8 +131,7 @@ class MetaLA(nn.Module):
         linears = {"q": self.q_proj, "a": self.a_proj, "k": self.k_proj, "v": self.v_proj, "gate": self.gate_proj}
         present = {name: linear for name, linear in linears.items() if linear is not None}
         projected = dict(zip(present, self.project_inputs(x, tuple(present.values())), strict=True))
-        # A decay that is not dynamic is a parameter.
-        a = projected["a"] if self.decay is None else self.decay.expand(*x.shape[:2], -1)
+        a = with_decay(projected.get("a"), self.decay, x)
         y, new_state["recurrent"] = metala(
             _heads(projected["q"], self.head_dim_k),
             _heads(a, self.head_dim_k),
@@ -142,6 +154,25 @@ class MetaLA(nn.Module):
         projections = 2 * size * (3 * size + key_projections * self._key_dim)
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
         return projections + convolution + heads * flops_per_head(length, self.head_dim_k, self.head_dim_v)
+
+
+def initial_decay(options: Any, heads: int, head_dim: int) -> nn.Parameter | None:
+    """Return the non-selective logits of alpha^16, [heads * head_dim] float32, or None for decay_init: none.
+
+    options: those of `metala` or `metala_bidirectional`.
+    """
+    if options.decay_init == "none":
+        return None
+    complement = hippo_complements(heads, head_dim, options.dt_min, options.dt_max)
+    return nn.Parameter(decay_logits(-torch.expm1(16 * torch.log1p(-complement))))
+
+
+def with_decay(a: Tensor | None, decay: Tensor | None, x: Tensor) -> Tensor:
+    """Return the logits of alpha^16 [batch, length, key_dim] for tokens x: `a`, which depends on the token, plus `decay`."""
+    if a is None:
+        assert decay is not None
+        return decay.expand(*x.shape[:2], -1)
+    return a if decay is None else (a + decay).to(a.dtype)
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

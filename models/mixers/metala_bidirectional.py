@@ -9,17 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.decay_init import DT_MAX, DT_MIN, check_time_steps
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.context_parallel import context_parallel_group, shard_segments
-from ..operators.gla.gated_linear_attention import flops_per_head, local_gated_linear_attention
-from ..operators.gla.select_kernel import GLAArguments
+from ..operators.gla.gated_linear_attention import flops_per_head
 from ..operators.lion.context_parallel import from_other_ranks
+from ..operators.lion.scans import two_scans
 from ..operators.metala import metala_epilogue
 from ..operators.varlen import without_padding
 from ..options import ModelShape, option, require_at_least
 from ..precision import to_accumulation_dtype
-from .metala import MetaLA
+from .metala import DECAY_INIT, MetaLA, initial_decay, with_decay
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,13 @@ class MetaLABidirectionalOptions:
     self_augmentation: bool = option(True, "Self-augmentation: an extra term for the token itself, Eq. 22.")
     convolution: bool = option(True, "Convolution on the input, causal as in metala.")
     conv_kernel: int = option(4, "Kernel size of the convolution, in tokens.")
+    decay_init: Literal["none", "hippo"] = option("none", DECAY_INIT)
+    dt_min: float = option(0.001, DT_MIN)
+    dt_max: float = option(0.1, DT_MAX)
 
     def __post_init__(self) -> None:
         require_at_least("metala_bidirectional", self, 1, "conv_kernel")
+        check_time_steps("metala_bidirectional", self.dt_min, self.dt_max)
 
 
 class MetaLABidirectional(nn.Module):
@@ -44,9 +49,8 @@ class MetaLABidirectional(nn.Module):
         o_i = scale sum_j sum_c q_ic k_jc exp(-|c_ic - c_jc|) v_j,      c_i = sum_{t <= i} log alpha_t
 
     Token j < i reaches i with the factor alpha_{j+1} ... alpha_i, token j > i with alpha_{i+1} ... alpha_j. The diagonal
-    counts once. Two recurrences of constant state compute it: an inclusive one forward and an exclusive one backward, R_i =
-    diag(alpha_{i+1}) (R_{i+1} + k_{i+1} v_{i+1}). The second is the causal operator on the flipped sequence, with keys alpha k
-    of the next token. Self-augmentation, LayerNorm per head, gate and W_O are MetaLA's. The convolution is causal.
+    counts once (`models.operators.lion.scans`). Self-augmentation, LayerNorm per head, gate and W_O are MetaLA's. The
+    convolution is causal.
     """
 
     Options = MetaLABidirectionalOptions
@@ -55,10 +59,10 @@ class MetaLABidirectional(nn.Module):
     supports_context_parallel: ClassVar[bool] = True
     fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
-        **{name: spec for name, spec in MetaLA.tensor_parallel_plan.items() if name not in ("k_proj", "decay")},
+        **{name: spec for name, spec in MetaLA.tensor_parallel_plan.items() if name != "k_proj"},
         "conv": "partial_grad",  # the parallel region begins before the convolution
     }
-    parameter_kinds: ClassVar[dict[str, str]] = {}
+    parameter_kinds: ClassVar[dict[str, str]] = MetaLA.parameter_kinds
 
     def __init__(self, config: ModelShape, layer_index: int, options: MetaLABidirectionalOptions) -> None:
         super().__init__()
@@ -70,6 +74,7 @@ class MetaLABidirectional(nn.Module):
         self.conv = CausalConvolution(size, options.conv_kernel, silu=silu) if options.convolution else None
         self.q_proj = linear(config, size, size // 2)
         self.a_proj = linear(config, size, size // 2)
+        self.decay = initial_decay(options, config.num_heads, self.head_dim_k)
         self.v_proj = linear(config, size, size)
         self.gate_proj = linear(config, size, size, bias=True)
         self.aug_weight = nn.Parameter(torch.zeros(size // 2)) if options.self_augmentation else None
@@ -100,16 +105,17 @@ class MetaLABidirectional(nn.Module):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim_k))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         # alpha = sigmoid(a)^(1/16), in float32.
-        log_decay = (F.logsigmoid(to_accumulation_dtype(self.a_proj(x))) / 16).unflatten(-1, (-1, self.head_dim_k))
+        a = with_decay(self.a_proj(x), self.decay, x)
+        log_decay = (F.logsigmoid(to_accumulation_dtype(a)) / 16).unflatten(-1, (-1, self.head_dim_k))
         k = -torch.expm1(log_decay)
         log_decay, k = without_padding(mask, log_decay, k)
         scale = self.head_dim_k**-0.5 if self.options.preset == "released" else 1.0
         group = context_parallel_group()
         if group is None:
-            o = _both_directions(q, k, v, log_decay, scale, cu_seqlens)
+            o = two_scans(q, k, v, log_decay, scale, cu_seqlens)
         else:
             segments = None if cu_seqlens is None else shard_segments(cu_seqlens, x.shape[1], group)
-            o = _both_directions(q, k, v, log_decay, scale, None if segments is None else segments.cu_seqlens)
+            o = two_scans(q, k, v, log_decay, scale, None if segments is None else segments.cu_seqlens)
             o = o + from_other_ranks(group, q * scale, k, v, log_decay, log_decay, segments).to(o.dtype)
         return self.out_proj(metala_epilogue(o, q, k.to(v.dtype), v, self.aug_weight, self.gate_proj(x)))
 
@@ -118,27 +124,3 @@ class MetaLABidirectional(nn.Module):
         size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
         return 8 * size * size + convolution + 2 * size // dim_v * flops_per_head(length, dim_k, dim_v)
-
-
-def _both_directions(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None
-) -> Tensor:
-    """Return the sum of both directions, [batch, length, heads, head_dim_v]; the diagonal counts once.
-
-    q, k, log_decay: [batch, length, heads, head_dim_k], the last two in float32 (float64 for float64); v: [..., head_dim_v].
-    """
-    if not q.shape[1]:
-        return v
-    forward_arguments = GLAArguments(q, k.to(v.dtype), v, log_decay, scale, None, cu_seqlens)
-    forward, _ = local_gated_linear_attention(forward_arguments, fits_matmul_form=True)
-    following = (k * log_decay.exp()).to(v.dtype), v, log_decay
-    key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
-    flipped = None
-    if cu_seqlens is not None:
-        # The last token of a segment has no next token. An empty segment ends where the previous one does.
-        last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
-        key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
-        flipped = q.shape[1] - cu_seqlens.flip(0)
-    backward_arguments = GLAArguments(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale, None, flipped)
-    backward, _ = local_gated_linear_attention(backward_arguments, fits_matmul_form=True)
-    return forward + backward.flip(1)

@@ -18,6 +18,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("metala", "metala_bidirectional", "gla", "retnet", "mamba2", "mamba", "hgrn", "rwkv4")),
     *((name, {}) for name in ("linear_attention", "lion", "rg_lru")),
     *(("lion", {"variant": variant, "causal": False}) for variant in ("s", "d", "lit", "lstm")),
+    *(("lion", {"decay_per": "channel", "causal": causal}) for causal in (True, False)),
 ]
 
 

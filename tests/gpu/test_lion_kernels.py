@@ -62,6 +62,34 @@ def test_lengths(form: str, length: int, dtype: torch.dtype) -> None:
     check(random_inputs((3, length, 2, 64), dtype, 3.0), form=form, normalized=length > 1)
 
 
+@pytest.mark.parametrize(("length", "dim"), [(1, 32), (100, 32), (1000, 64), (300, 128)])
+@pytest.mark.parametrize("kind", ["hippo", "strong", "padded", "packed"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_decays_per_channel(length: int, dim: int, kind: str, dtype: torch.dtype) -> None:
+    """Use the kernels of gated linear attention in 16 bits. float32 uses PyTorch."""
+    q, k, v, _, dy = random_inputs((1 if kind == "packed" else 2, length, 2, dim), dtype, 0.0)
+    rates = torch.outer(torch.tensor([0.002, 0.1], device="cuda"), torch.arange(1, dim + 1, device="cuda"))
+    decay = -rates * (20.0 if kind == "strong" else 1.0) * (0.5 + torch.rand(q.shape, device="cuda"))
+    arguments: dict[str, object] = {"normalized": length > 1}
+    if kind == "padded":
+        arguments["mask"] = torch.arange(length, device="cuda") % 7 < torch.tensor([[7], [5]], device="cuda")
+    if kind == "packed":
+        bounds = [0, 0, length // 3, length // 3, length]
+        arguments["cu_seqlens"] = torch.tensor(bounds, device="cuda", dtype=torch.int32)
+    results = []
+    for form, wide in (("auto", None), ("chunked", torch.float64)):
+        leaves = [x.detach().clone().to(wide or x.dtype).requires_grad_() for x in (q, k, v, decay)]
+        y = attend(*leaves, form=form, **arguments)
+        y.backward(dy.to(y.dtype))
+        results.append([y.detach().double(), *(x.grad.double() for x in leaves)])
+    forward, backward = TOLERANCES[dtype]
+    errors = [((x - y).norm() / y.norm().clamp_min(1e-9)).item() for x, y in zip(*results, strict=True)]
+    print(f"{kind} {length} x {dim} {dtype}: " + " ".join(f"{error:.1e}" for error in errors))
+    assert errors[0] < forward, errors
+    # One token has no decay, whose gradient is 0.
+    assert max(errors[1 : 4 if length == 1 else 5]) < backward, errors
+
+
 @pytest.mark.parametrize("length", [100, 300])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("biased", [True, False])

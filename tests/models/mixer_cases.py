@@ -25,6 +25,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("lion", {"variant": "d", "causal": False, "scaled": False, "phi": "silu_paper"}),
     ("lion", {"variant": "lit", "phi": "elu", "output_norm": False}),
     ("lion", {"variant": "lstm", "phi": "none", "causal": False, "decay_init": "half_life"}),
+    ("lion", {"decay_per": "channel", "decay_init": "hippo", "value_init": "zero_order_hold", "init_std": 0.1}),
+    ("lion", {"decay_per": "channel", "causal": False, "phi": "relu"}),
+    ("lion", {"decay_per": "channel", "causal": False, "variant": "d", "phi": "sigmoid", "scaled": False}),
+    ("lion", {"decay_per": "channel", "causal": False, "variant": "lstm", "phi": "softplus"}),
+    ("lion", {"decay_per": "channel", "variant": "grfa", "mask_convention": "shifted", "causal": False}),
     ("normalised_attention", {"normaliser": "softplus"}),
     ("normalised_attention", {"normaliser": "sigmoid"}),
     ("transnormer", {"phase": "first"}),
@@ -58,7 +63,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("metala", {"preset": "paper", "key_projection": True, "self_augmentation": False}),
     ("metala", {"dynamic_decay": False, "key_projection": True, "expand_k": 1.0, "conv_kernel": 2}),
+    ("metala", {"decay_init": "hippo"}),
     ("metala_bidirectional", {"preset": "paper", "convolution": False}),
+    ("metala_bidirectional", {"decay_init": "hippo"}),
 ]
 CASES = [(name, {}) for name in sorted(MIXERS)] + VARIANTS
 

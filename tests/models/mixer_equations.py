@@ -167,8 +167,14 @@ def hgrn2(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options:
 def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
     variant, phi = options.get("variant", "s"), options.get("phi", "silu")
     q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
-    if phi == "elu":
-        q, k = _elu1(q), _elu1(k)
+    elementwise: dict[str, Callable[[Tensor], Tensor]] = {
+        "elu": _elu1,
+        "sigmoid": _sigmoid,
+        "relu": lambda t: t * (t > 0),
+        "softplus": lambda t: torch.log(1 + torch.exp(t)),
+    }
+    if phi in elementwise:
+        q, k = elementwise[phi](q), elementwise[phi](k)
     elif phi == "none":
         k = k / math.sqrt(k.shape[-1])
     else:
@@ -176,16 +182,16 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
         q, k = (t / torch.sqrt((t**2).sum(-1, keepdim=True)) for t in (q, k))
     logits = torch.full((len(x), heads), torch.inf, dtype=torch.float64)
     if variant != "lit":
-        logits = p["decay"].expand(len(x), heads)
+        logits = p["decay"].expand(len(x), -1)
     if "decay_weight" in p:
         logits = logits + x @ p["decay_weight"].T
-    decay = _sigmoid(logits)[:, :, None]
+    decay = _heads(_sigmoid(logits), heads)
     if variant == "lstm":
         k = k * _sigmoid(_map(p, "input_gate", x))[:, :, None]
     if variant == "grfa":
         k = k * (1 - decay)
     if options.get("causal", True):
-        num, den = _causal(q, k, v, decay), _causal(q, k, torch.ones_like(decay), decay)
+        num, den = _causal(q, k, v, decay), _causal(q, k, torch.ones_like(v[..., :1]), decay)
     else:
         num, den = _both(q, k, v, decay, options.get("mask_convention") == "shifted")
     if not options.get("scaled", True):
@@ -204,7 +210,8 @@ def _metala(p: Weights, x: Tensor, heads: int, layer: int, layers: int, both: bo
         convolved = _convolved(p, x)
         x = convolved if paper else _swish(convolved)
     q, v = _heads(_map(p, "q_proj", x), heads), _heads(_map(p, "v_proj", x), heads)
-    a = _map(p, "a_proj", x) if "a_proj.weight" in p else p["decay"].expand(len(x), -1)
+    a = p["decay"].expand(len(x), -1) if "decay" in p else 0.0
+    a = a + _map(p, "a_proj", x) if "a_proj.weight" in p else a
     alpha = _heads(_sigmoid(a) ** (1 / 16), heads)
     k = _heads(_map(p, "k_proj", x), heads) if "k_proj.weight" in p else 1 - alpha
     o = _both(q, k, v, alpha)[0] if both else _causal(q, k, v, alpha)

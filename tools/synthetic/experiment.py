@@ -53,8 +53,8 @@ class MadTask(_Section):
     changes: dict[str, tuple[int | float, ...]] = Field(default_factory=dict)
 
 
-class TaskSettings(_Section):
-    """Hold the values of one task that replace those of the experiment; the mappings add to those of the experiment."""
+class Recipe(_Section):
+    """Hold the values of one model that replace those of the task; `network` adds to the model's definition."""
 
     widths: tuple[int, ...] | None = None
     lrs: tuple[FromZero, ...] | None = None
@@ -63,9 +63,15 @@ class TaskSettings(_Section):
     evaluate_every: int | None = Field(default=None, ge=1)
     batch_size: int | None = Field(default=None, ge=1)
     warmup_steps: int | None = Field(default=None, ge=0)
-    data: dict[str, Any] = Field(default_factory=dict)
     network: dict[str, Any] = Field(default_factory=dict)
+
+
+class TaskSettings(Recipe):
+    """Hold the values of one task that replace those of the experiment; the mappings add to those of the experiment."""
+
+    data: dict[str, Any] = Field(default_factory=dict)
     definitions: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    recipes: dict[str, Recipe] = Field(default_factory=dict)
 
 
 class PaperRow(_Section):
@@ -111,6 +117,7 @@ class Experiment(_Section):
     only: dict[str, Only] = Field(default_factory=dict)
     mad: dict[str, MadTask] = Field(default_factory=dict)
     settings: dict[str, TaskSettings] = Field(default_factory=dict)
+    recipes: dict[str, Recipe] = Field(default_factory=dict)
     network: dict[str, Any]
     definitions: dict[str, dict[str, Any]]
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -127,10 +134,17 @@ class Experiment(_Section):
 
     def of_task(self, name: str) -> Experiment:
         """Return the experiment with the settings of one task."""
-        task = self.settings.get(name, TaskSettings())
+        return self._replaced_by(self.settings.get(name, TaskSettings()))
+
+    def of_model(self, name: str) -> Experiment:
+        """Return the experiment of one task with the recipe of one model, whose network includes its definition."""
+        definition = Recipe(network=self.definitions[name])
+        return self._replaced_by(definition)._replaced_by(self.recipes.get(name, Recipe()))
+
+    def _replaced_by(self, values: Recipe) -> Experiment:
         update: dict[str, Any] = {}
-        for key in TaskSettings.model_fields:
-            if (value := getattr(task, key)) is not None:
+        for key in type(values).model_fields:
+            if (value := getattr(values, key)) is not None:
                 update[key] = {**getattr(self, key), **value} if isinstance(value, dict) else value
         return self.model_copy(update=update)
 
@@ -234,47 +248,55 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
 
 def _runs_of_task(experiment: Experiment, name: str, precision: str) -> list[Run]:
     """Return the runs of a task, or of all settings of a MAD task."""
-    for model in experiment.models:
-        if model not in experiment.definitions:
-            raise ValueError(
-                f"models: {model!r} is not in `definitions`; {nearest_names(model, experiment.definitions)}"
-            )
+    for key, models in (("models", experiment.models), (f"settings.{name}.recipes", experiment.recipes)):
+        for model in models:
+            if model not in experiment.definitions:
+                raise ValueError(
+                    f"{key}: {model!r} is not in `definitions`; {nearest_names(model, experiment.definitions)}"
+                )
     runs = []
     for task, length, data in _settings_of(experiment, name):
         only = experiment.only.get(name, Only())
-        models = [m for m in experiment.models if only.models is None or m in only.models]
-        widths = [w for w in experiment.widths if only.widths is None or w in only.widths]
-        for model, width, seed in product(models, widths, experiment.seeds):
-            more = experiment.more_lrs
-            extra = more.lrs if name in more.tasks and model in more.models else ()
-            rates = sorted({*experiment.lrs, *extra})
-            for lr, decay in product(rates, experiment.weight_decays):
-                runs.append(
-                    Run(
-                        suite=experiment.suite,
-                        task=task,
-                        model=model,
-                        width=width,
-                        lr=lr,
-                        weight_decay=decay,
-                        seed=seed,
-                        length=length,
-                        epochs=experiment.epochs,
-                        evaluate_every=experiment.evaluate_every,
-                        target=experiment.target,
-                        batch_size=_batch_size(experiment, length),
-                        min_lr=experiment.min_lr,
-                        decayed=experiment.decayed,
-                        precision=precision,
-                        data=data,
-                        network={**experiment.network, **experiment.definitions[model]},
-                        warmup_steps=experiment.warmup_steps,
-                        scored=experiment.scored,
-                        schedule=experiment.schedule,
-                        drop_last=experiment.drop_last,
-                    )
-                )
+        for model in experiment.models:
+            if only.models is None or model in only.models:
+                runs += _runs_of_model(experiment.of_model(model), name, model, task, length, data, precision)
     return runs
+
+
+def _runs_of_model(
+    experiment: Experiment, name: str, model: str, task: str, length: int, data: dict[str, Any], precision: str
+) -> list[Run]:
+    """Return the runs of one model in one setting of a task. experiment: `Experiment.of_model`."""
+    only, more = experiment.only.get(name, Only()), experiment.more_lrs
+    widths = [w for w in experiment.widths if only.widths is None or w in only.widths]
+    extra = more.lrs if name in more.tasks and model in more.models else ()
+    return [
+        Run(
+            suite=experiment.suite,
+            task=task,
+            model=model,
+            width=width,
+            lr=lr,
+            weight_decay=decay,
+            seed=seed,
+            length=length,
+            epochs=experiment.epochs,
+            evaluate_every=experiment.evaluate_every,
+            target=experiment.target,
+            batch_size=_batch_size(experiment, length),
+            min_lr=experiment.min_lr,
+            decayed=experiment.decayed,
+            precision=precision,
+            data=data,
+            network=experiment.network,
+            warmup_steps=experiment.warmup_steps,
+            scored=experiment.scored,
+            schedule=experiment.schedule,
+            drop_last=experiment.drop_last,
+        )
+        for width, seed in product(widths, experiment.seeds)
+        for lr, decay in product(sorted({*experiment.lrs, *extra}), experiment.weight_decays)
+    ]
 
 
 def sweeps(runs: Iterable[Run]) -> list[list[Run]]:

@@ -24,6 +24,7 @@ def linear_attention_with_normalizer(
     weight: int = 1,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    fits_matmul_form: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return numerator, normalizer and final state of causal linear attention, from one call of the operator.
 
@@ -40,15 +41,21 @@ def linear_attention_with_normalizer(
     if initial_state is not None:
         initial_state = F.pad(initial_state, (0, extra))
     v = F.pad(F.pad(v, (0, 1), value=1.0), (0, extra))
-    scale = 2.0 ** -(_ROOM + (weight - 1).bit_length()) if v.dtype == torch.float16 else 1.0
+    scale = float16_scale(v.dtype, weight)
     o, state = gated_linear_attention(
-        q, k, v, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
-    )
+        q, k, v, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        fits_matmul_form=fits_matmul_form,
+    )  # fmt: skip
     num, den = to_accumulation_dtype(o[..., :dim]), to_accumulation_dtype(o[..., dim : dim + 1])
     if scale != 1.0:
         # Before anything is added to den or compared with it.
         num, den = num / scale, den / scale
     return num, den, state[..., : dim + 1]
+
+
+def float16_scale(dtype: torch.dtype, weight: int) -> float:
+    """Return the factor of sums of numbers of size `weight` that keeps them inside float16; 1 for other dtypes."""
+    return 2.0 ** -(_ROOM + (weight - 1).bit_length()) if dtype == torch.float16 else 1.0
 
 
 def short_attention(

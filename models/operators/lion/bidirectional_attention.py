@@ -9,7 +9,8 @@ total of the log decay (Eq. 16-17, 61-64, 83-91 of the paper, written without 1/
                 o_i = e^(b_i) q_i F_n + e^(B - b_i) q_i G_n + sum_(j in chunk) e^(-|b_i - b_j|) (q_i . k_j) v~_j
 
 No exponent is positive and the diagonal is counted once. With a per-channel decay
-o_i = sum_j (sum_c q_ic k_jc e^(-|c_ic - c_jc|)) v_j, the bidirectional form of MetaLA and GLA.
+o_i = sum_j (sum_c q_ic k_jc e^(-|c_ic - c_jc|)) v_j, the bidirectional form of MetaLA and GLA. It has a fourth form, "scans":
+two scans of gated linear attention (`scans.py`), on its kernels on CUDA.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from torch import Tensor
 from ...backend import available, on_cuda
 from ...precision import NORMALIZER_EPS, to_accumulation_dtype
 from ..context_parallel import ContextParallelGroup, context_parallel_group, from_previous_rank, shard_segments
-from ..varlen import check_cu_seqlens
+from ..gla.normalized import float16_scale
+from ..varlen import check_cu_seqlens, without_padding
 from .chunk import Segments, chunk_size, chunked, decays, heads_first, recurrent, with_ones_column
 from .context_parallel import from_other_ranks
-from .feature_map import feature_map
+from .feature_map import NORMALISED, feature_map
+from .scans import two_scans
 
-FORMS = ("auto", "parallel", "recurrent", "chunked", "triton_tile", "triton_chunk")
+FORMS = ("auto", "parallel", "recurrent", "chunked", "scans", "triton_tile", "triton_chunk")
 CONVENTIONS = ("eq17", "shifted")
 
 # Channels of a head that the kernels support.
@@ -84,8 +87,8 @@ def bidirectional_linear_attention(
     cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
     mask_convention: "eq17", symmetric; "shifted" delays the decay of the forward direction by one token.
     form: see `FORMS`. "parallel", "recurrent", "chunked" are plain PyTorch, computed in float32 (float64 for float64
-    inputs). "triton_tile" and "triton_chunk" are kernels for short and long sequences with a per-head decay. "auto": the
-    fastest one (`_select_form`).
+    inputs). "scans" is for per-channel decays, "triton_tile" and "triton_chunk" are kernels for short and long sequences with
+    a per-head decay. "auto": the fastest one (`_select_form`).
     Returns [batch, length, heads, head_dim_v] in v's dtype. Raises ValueError for arguments that do not fit together.
 
     Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
@@ -140,6 +143,8 @@ def _local(x: _Arguments) -> Tensor:
     if form.startswith("triton"):
         return _on_kernels(x, form.removeprefix("triton_"))
     x = x.with_features()
+    if form == "scans":
+        return _scans(x)
     forward, backward, segments = x.decays(x.cu_seqlens)
     q, k, v = heads_first(x.q), heads_first(x.k), with_ones_column(x.v, x.normalized)
     if x.mask is not None:
@@ -162,7 +167,9 @@ def _select_form(form: str, q: Tensor, v: Tensor, log_decay: Tensor | None, mask
     if form != "auto":
         return form
     largest = max(q.shape[-1], v.shape[-1])
-    if not available(v) or mask_convention != "eq17" or _per_channel(log_decay) or largest > _LARGEST_HEAD:
+    if _per_channel(log_decay) and mask_convention == "eq17":
+        return "scans"
+    if not available(v) or mask_convention != "eq17" or largest > _LARGEST_HEAD:
         return "chunked"
     longest = next((tokens for channels, tokens in _TILE_LENGTHS.items() if largest <= channels), 0)
     return "triton_tile" if q.shape[1] <= longest and v.dtype != torch.float32 else "triton_chunk"
@@ -172,10 +179,28 @@ def _per_channel(log_decay: Tensor | None) -> bool:
     return log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
 
 
+def _scans(x: _Arguments) -> Tensor:
+    """Compute the operator by two scans. Normalizers are a channel of values that are 1."""
+    assert x.log_decay is not None
+    q, k, v, dim = x.q, to_accumulation_dtype(x.k), x.v, x.v.shape[-1]
+    log_decay = to_accumulation_dtype(x.log_decay)
+    log_decay, k, q = without_padding(x.mask, log_decay, k, q)
+    scale = 1.0
+    if x.normalized:
+        # The kernels want rows of 16 bytes. Sums over a long sequence may exceed float16, so they are computed smaller.
+        v = F.pad(F.pad(v, (0, 1), value=1.0), (0, -(dim + 1) % 8 if on_cuda(v) else 0))
+        scale = float16_scale(v.dtype, q.shape[-1])
+    o = two_scans(q.to(v.dtype), k, v, log_decay, scale, x.cu_seqlens)
+    if x.normalized:
+        num, den = to_accumulation_dtype(o[..., :dim]), to_accumulation_dtype(o[..., dim : dim + 1])
+        o = num / (den + NORMALIZER_EPS * scale)
+    return o.to(x.v.dtype)
+
+
 def _on_kernels(x: _Arguments, kernel: str) -> Tensor:
     from ...kernels.lion.lion import lion
 
-    if x.phi == "elu":
+    if x.phi not in (None, *NORMALISED):
         x = x.with_features()
     options: dict[str, Any] = {
         "phi": x.phi, "normalized": x.normalized, "mask": x.mask, "cu_seqlens": x.cu_seqlens, "kernel": kernel
@@ -281,8 +306,12 @@ def _check_shapes(
         raise ValueError(f"mask_convention {mask_convention!r}: allowed are {', '.join(CONVENTIONS)}")
     if form not in FORMS:
         raise ValueError(f"form {form!r}: allowed are {', '.join(FORMS)}")
+    vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
+    if form == "scans" and (not vector or mask_convention == "shifted"):
+        raise ValueError(
+            "form 'scans' supports a per-channel decay and mask_convention 'eq17'; use form='chunked', or form='auto'"
+        )
     if form.startswith("triton"):
-        vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
         if vector or mask_convention == "shifted" or dtype == torch.float64:
             raise ValueError(
                 f"form {form!r} supports a per-head decay, mask_convention 'eq17' and no float64; use form='chunked'"

@@ -1,6 +1,7 @@
 """LION's feature maps of queries and keys (arXiv 2502.16249): positive, so that normalizers are positive.
 
 silu  (SiLU(x) + 1/2) / norm        silu_paper  SiLU(x + 1/2) / norm, as printed        elu  elu(x) + 1
+sigmoid, relu, softplus             the elementwise functions, of which only the sigmoid is bounded (Table 6)
 """
 
 from __future__ import annotations
@@ -16,10 +17,20 @@ from ...precision import to_accumulation_dtype
 from ...recompute import recomputable
 
 
+# Feature maps of length one per head, which kernels compute.
+NORMALISED = ("silu", "silu_paper")
+_ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": lambda x: F.elu(x) + 1,
+    "sigmoid": torch.sigmoid,
+    "relu": F.relu,
+    "softplus": F.softplus,
+}
+
+
 def feature_map(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """Map x [..., head_dim], in float32 (float64 for float64). Return the same shape, rounded to `dtype` if it is given."""
     form: Callable[..., Tensor] = _plain
-    if name != "elu" and is_supported(x):
+    if name in NORMALISED and is_supported(x):
         from ...kernels.lion.feature_map import normalised_silu
 
         form, dtype = normalised_silu, dtype or torch.float32
@@ -30,8 +41,8 @@ def feature_map(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tenso
 
 def _plain(x: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
     x = to_accumulation_dtype(x)
-    if name == "elu":
-        y = F.elu(x) + 1
+    if name in _ELEMENTWISE:
+        y = _ELEMENTWISE[name](x)
     else:
         y = F.normalize(F.silu(x) + 0.5 if name == "silu" else F.silu(x + 0.5), dim=-1)
     return y if dtype is None else y.to(dtype)

@@ -331,16 +331,42 @@ def test_the_documentation_has_a_row_that_counts_the_parameters(name: str) -> No
         assert count == eval(formula, {"d": size, "h": heads}), cells[2]
 
 
+def initial_mixer(name: str, options: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    config = ModelConfig(
+        vocab_size=8, num_layers=1, hidden_size=32, num_heads=4, mixers=(name,), mixer_options={name: options}
+    )
+    return MIXERS[name](config, 0, config.options_of(name))
+
+
 def test_initial_lion_decays() -> None:
     def decays(**options: Any) -> list[float]:
-        config = ModelConfig(
-            vocab_size=8, num_layers=1, hidden_size=32, num_heads=4, mixers=("lion",), mixer_options={"lion": options}
-        )
-        return torch.sigmoid(MIXERS["lion"](config, 0, config.options_of("lion")).decay.double()).tolist()
+        return torch.sigmoid(initial_mixer("lion", options).decay.double()).tolist()
 
     assert decays(decay_init="half") == [0.5] * 4
     assert decays(variant="d", decay_init="retnet") == pytest.approx([1 - 2.0 ** (-5 - h) for h in range(4)], abs=1e-8)
     assert decays(decay_init="half_life", half_life=10) == pytest.approx([0.5**0.1] * 4, rel=1e-6)
+
+
+def test_initial_decays_and_values_of_long_range_arena() -> None:
+    """HiPPO-LegS has the diagonal -(n + 1). A zero-order hold of one step integrates the decay over it."""
+    options = {"decay_per": "channel", "decay_init": "hippo", "dt_min": 0.01, "dt_max": 0.08, "init_std": 0.1}
+    rates = torch.outer(torch.tensor([0.01, 0.02, 0.04, 0.08], dtype=torch.float64), torch.arange(1.0, 9.0).double())
+    lion = initial_mixer("lion", {**options, "value_init": "zero_order_hold"})
+    torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-rates).exp().flatten(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(lion.v_proj.weight.double().diag(), (1 - (-rates).exp()).div(rates).flatten())
+    assert lion.v_proj.weight.count_nonzero() == 32
+    for weight in (lion.q_proj.weight, lion.k_proj.weight, lion.decay_weight):
+        assert weight.std().item() == pytest.approx(0.1, rel=0.1)
+    for name in ("metala", "metala_bidirectional"):
+        metala = initial_mixer(name, {"decay_init": "hippo", "dt_min": 0.01, "dt_max": 0.08})
+        alpha = torch.sigmoid(metala.decay.double()) ** (1 / 16)
+        torch.testing.assert_close(alpha, (-rates[:, :4]).exp().flatten(), rtol=1e-6, atol=0)
+
+
+def test_per_channel_decays_begin_as_those_of_their_head() -> None:
+    per_head, per_channel = (initial_mixer("lion", {"decay_per": per}).decay for per in ("head", "channel"))
+    assert torch.equal(per_head.repeat_interleave(8), per_channel)
 
 
 def test_hgrn2_lower_bounds_grow_with_depth() -> None:
@@ -361,7 +387,26 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
     ("mixer", "options", "message"),
     [
         ("lion", {"variant": "x"}, r"lion\.variant = 'x': allowed are lit, d, s, lstm, grfa"),
-        ("lion", {"phi": "relu"}, r"lion\.phi = 'relu': allowed are silu"),
+        (
+            "lion",
+            {"phi": "gelu"},
+            r"lion\.phi = 'gelu': allowed are silu, silu_paper, elu, sigmoid, relu, softplus, none",
+        ),
+        (
+            "lion",
+            {"variant": "lit", "decay_per": "channel"},
+            r"lion\.decay_per = channel with variant = lit, .* no decay",
+        ),
+        (
+            "lion",
+            {"variant": "lit", "value_init": "zero_order_hold"},
+            r"value_init = zero_order_hold with variant = lit",
+        ),
+        ("lion", {"decay_init": "hippo"}, r"decay_init = hippo with decay_per = head: .*lion\.decay_per = channel"),
+        ("lion", {"dt_min": 0.2}, r"lion\.dt_min = 0\.2 with dt_max = 0\.1: set 0 < dt_min <= dt_max"),
+        ("lion", {"init_std": 0.0}, r"lion\.init_std = 0\.0: must be greater than 0"),
+        ("metala", {"dt_min": 0.0}, r"metala\.dt_min = 0 with dt_max = 0\.1"),
+        ("metala_bidirectional", {"dt_max": 0.0}, r"metala_bidirectional\.dt_min = 0\.001 with dt_max = 0"),
         ("lion", {"half_life": 0}, r"lion\.half_life = 0: must be greater than 0"),
         ("lion", {"mask_convention": "shifted"}, r"causal = false"),
         ("lion", {"phi": "none"}, r"normalizers may be 0"),

@@ -18,6 +18,18 @@ from models.operators.lion.bidirectional_attention import bidirectional_linear_a
 from tests.models.rank_threads import over_ranks
 
 PLAIN = ("parallel", "recurrent", "chunked")
+# The form "scans" is for per-channel decays and the symmetric mask.
+EACH = [*itertools.product(PLAIN, (True, False)), ("scans", True)]
+each_form = pytest.mark.parametrize(("form", "vector"), EACH)
+each_mask = pytest.mark.parametrize(
+    ("form", "vector", "convention"),
+    [
+        (*each, convention)
+        for each in EACH
+        for convention in CONVENTIONS
+        if (each[0], convention) != ("scans", "shifted")
+    ],
+)
 
 
 def inputs(
@@ -52,10 +64,8 @@ def formula(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, normalized: bool, co
     return y
 
 
-@pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each_mask
 @pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize("vector", [True, False])
 def test_forms_equal_the_formula(form: str, convention: str, normalized: bool, vector: bool) -> None:
     q, k, v, decay = inputs(length=19, batch=1, vector=vector)
     y = attend(q, k, v, decay, normalized=normalized, mask_convention=convention, form=form)
@@ -67,7 +77,8 @@ def test_forms_equal_the_formula(form: str, convention: str, normalized: bool, v
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_forms_agree_over_chunks(dtype: torch.dtype, tolerance: float, vector: bool, convention: str) -> None:
     q, k, v, decay = inputs(vector=vector, dtype=dtype)
-    y = [attend(q, k, v, decay, mask_convention=convention, form=form) for form in PLAIN]
+    forms = ("scans", *PLAIN) if vector and convention == "eq17" else PLAIN
+    y = [attend(q, k, v, decay, mask_convention=convention, form=form) for form in forms]
     for other in y[1:]:
         torch.testing.assert_close(other, y[0], rtol=tolerance, atol=tolerance)
 
@@ -79,8 +90,7 @@ def test_float32_stays_exact_over_a_long_sequence() -> None:
         torch.testing.assert_close(attend(q, k, v, decay, form=form).double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("vector", [True, False])
+@each_form
 @pytest.mark.parametrize("length", [64, 200])
 @pytest.mark.parametrize("is_cuda", [False, True])
 def test_float32_stays_exact_after_closed_gates(
@@ -112,8 +122,7 @@ def test_missing_decay_equals_decay_one_and_logits_equal_log_decay() -> None:
     torch.testing.assert_close(everywhere_the_mean, v.mean(1, keepdim=True).expand_as(v), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("vector", [True, False])
+@each_form
 def test_padding_changes_nothing(form: str, vector: bool) -> None:
     q, k, v, decay = inputs(length=70, vector=vector)
     real = attend(q, k, v, decay, form=form)
@@ -126,9 +135,7 @@ def test_padding_changes_nothing(form: str, vector: bool) -> None:
         assert (y[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("vector", [True, False])
+@each_mask
 def test_padding_between_tokens_has_no_decay(form: str, convention: str, vector: bool) -> None:
     q, k, v, decay = inputs(length=70, vector=vector)
     mask = torch.arange(70).expand(2, 70) % 7 != torch.tensor([[0], [4]])
@@ -138,9 +145,7 @@ def test_padding_between_tokens_has_no_decay(form: str, convention: str, vector:
     torch.testing.assert_close(y[mask].unflatten(0, (2, -1)), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("vector", [True, False])
+@each_mask
 def test_segments_are_separate_sequences(form: str, convention: str, vector: bool) -> None:
     q, k, v, decay = inputs(batch=1, vector=vector)
     bounds = [0, 0, 30, 31, 64, 64, 120, 150, 150]
@@ -186,9 +191,7 @@ def test_large_decays_are_exact(form: str, dtype: torch.dtype, decay: float) -> 
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize("vector", [True, False])
-@pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@each_mask
 @pytest.mark.parametrize("bounds", [None, [0, 20, 60, 61, 61, 100, 120]])
 def test_local_shards_of_a_sequence(
     normalized: bool, vector: bool, form: str, convention: str, bounds: list[int] | None
@@ -216,8 +219,7 @@ def test_sums_over_shards_may_exceed_float16() -> None:
     torch.testing.assert_close(torch.cat(parts, 1), v)
 
 
-@pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("vector", [True, False])
+@each_form
 @pytest.mark.parametrize("normalized", [True, False])
 def test_gradients(form: str, vector: bool, normalized: bool) -> None:
     q, k, v, decay = inputs(length=18 if vector else 70, batch=1, heads=1, k=2, v=2, vector=vector)
@@ -248,6 +250,7 @@ def test_low_precision_is_computed_in_float32(form: str) -> None:
         ({"mask": torch.ones(1, 5, dtype=torch.bool)}, ["mask (1, 5)", "(1, 4)"]),
         ({"mask_convention": "eq18"}, ["'eq18'", "eq17, shifted"]),
         ({"form": "fast"}, ["'fast'", "parallel, recurrent, chunked"]),
+        ({"form": "scans"}, ["'scans'", "a per-channel decay", "form='chunked'"]),
         ({"log_decay": torch.ones(1, 4, 2, 3), "form": "triton_tile"}, ["a per-head decay", "form='chunked'"]),
     ],
 )
@@ -275,8 +278,10 @@ def test_the_form_is_selected_once_by_device_length_and_head_size(monkeypatch: p
     assert selected(20, 64, form="parallel") == "parallel"
     convention = "shifted"
     assert selected(20, 64) == "chunked"
-    convention, log_decay = "eq17", torch.zeros(1, 20, 2, 64)
-    assert selected(20, 64) == "chunked", "a per-channel decay"
+    log_decay = torch.zeros(1, 20, 2, 64)
+    assert selected(20, 64) == "chunked"
+    convention = "eq17"
+    assert selected(20, 64) == "scans", "a per-channel decay"
 
 
 def test_packed_segments_need_batch_one() -> None:
