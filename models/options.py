@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol
 # Descriptions of options that several mixers have.
 HEAD_NORM = "Norm per head before the gate, without gain; flash-linear-attention's models have rmsnorm."
 HEAD_NORM_EPS = "Added to the variance (or mean square) in that norm."
+DT_MIN = "Smallest time step of decay_init: hippo, that of the first head."
+DT_MAX = "Largest time step of decay_init: hippo, that of the last head."
 
 
 def option(default: Any, doc: str) -> Any:
@@ -98,6 +100,14 @@ def require_positive(mixer: str, options: Any, *keys: str) -> None:
     for key in keys:
         if not getattr(options, key) > 0:
             raise ValueError(f"model.mixer_options.{mixer}.{key} = {getattr(options, key)}: must be greater than 0")
+
+
+def check_time_steps(mixer: str, dt_min: float, dt_max: float) -> None:
+    """Raise ValueError unless 0 < dt_min <= dt_max."""
+    if not 0 < dt_min <= dt_max:
+        raise ValueError(
+            f"model.mixer_options.{mixer}.dt_min = {dt_min:g} with dt_max = {dt_max:g}: set 0 < dt_min <= dt_max"
+        )
 
 
 def check_key_dim(mixer: str, config: ModelShape, expand_k: float) -> None:

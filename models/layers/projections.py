@@ -1,4 +1,4 @@
-"""The linear projections of a model: their initial values, and several projections of one input."""
+"""The linear projections of a model: their initial values and those of decays, and several projections of one input."""
 
 from __future__ import annotations
 
@@ -46,6 +46,23 @@ def head_indices(config: ModelShape) -> Tensor:
     """
     device = torch.get_default_device()
     return torch.arange(config.num_heads, device="cpu" if device.type == "meta" else device)
+
+
+def hippo_complements(heads: int, head_dim: int, dt_min: float, dt_max: float) -> Tensor:
+    """Return 1 - exp(-dt_h (n + 1)), the initial 1 - decay of channel n of head h, [heads * head_dim] float64.
+
+    -(n + 1) is the diagonal of the HiPPO-LegS matrix, S4D-Real of Gu et al. 2022 (arXiv 2206.11893). The time steps dt_h are
+    spaced evenly in the logarithm from dt_min to dt_max. Decays are real here: imaginary parts of S4D-Lin and -Inv have no
+    place in a positive mask.
+    """
+    steps = [dt_min * (dt_max / dt_min) ** (head / max(heads - 1, 1)) for head in range(heads)]
+    rates = torch.tensor([step * (n + 1) for step in steps for n in range(head_dim)], dtype=torch.float64)
+    return -torch.expm1(-rates)
+
+
+def decay_logits(complement: Tensor) -> Tensor:
+    """Return the float32 logits of decays, given 1 - decay, which is precise for decays near 1."""
+    return (torch.log1p(-complement) - complement.log()).float()
 
 
 class FusedProjections(Protocol):

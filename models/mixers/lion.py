@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.decay_init import DT_MAX, DT_MIN, check_time_steps, decay_logits, hippo_complements
 from ..layers.norm import LayerNorm
-from ..layers.projections import FusedProjections, apply_each, init_std, linear
+from ..layers.projections import FusedProjections, apply_each, decay_logits, hippo_complements, init_std, linear
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
 from ..operators.lion.feature_map import NORMALISED, feature_map
 from ..operators.varlen import without_padding
-from ..options import ModelShape, option, require_positive
+from ..options import DT_MAX, DT_MIN, ModelShape, check_time_steps, option, require_positive
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 
 

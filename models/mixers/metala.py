@@ -8,13 +8,20 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.decay_init import DT_MAX, DT_MIN, check_time_steps, decay_logits, hippo_complements
-from ..layers.projections import FusedProjections, apply_each, linear
+from ..layers.projections import FusedProjections, apply_each, decay_logits, hippo_complements, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import flops_per_head
 from ..operators.metala import metala
-from ..options import ModelShape, check_key_dim, option, require_at_least, require_positive
-
+from ..options import (
+    DT_MAX,
+    DT_MIN,
+    ModelShape,
+    check_key_dim,
+    check_time_steps,
+    option,
+    require_at_least,
+    require_positive,
+)
 
 DECAY_INIT = (
     "none: alpha = sigmoid(W_a x)^(1/16). hippo: alpha = sigmoid(W_a x + b)^(1/16), b a parameter whose initial alpha is "

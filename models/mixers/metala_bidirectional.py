@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.decay_init import DT_MAX, DT_MIN, check_time_steps
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.context_parallel import context_parallel_group, shard_segments
@@ -18,7 +17,7 @@ from ..operators.lion.context_parallel import from_other_ranks
 from ..operators.lion.scans import two_scans
 from ..operators.metala import metala_epilogue
 from ..operators.varlen import without_padding
-from ..options import ModelShape, option, require_at_least
+from ..options import DT_MAX, DT_MIN, ModelShape, check_time_steps, option, require_at_least
 from ..precision import to_accumulation_dtype
 from .metala import DECAY_INIT, MetaLA, initial_decay, with_decay
 

@@ -28,6 +28,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp": "gelu",
         "mlp_bias": True,
     },
+    "decay_per_channel": {
+        "mixers": ("lion", "metala_bidirectional"),
+        "mixer_options": {
+            "lion": {"causal": False, "decay_per": "channel", "decay_init": "hippo", "value_init": "zero_order_hold"},
+            "metala_bidirectional": {"decay_init": "hippo"},
+        },
+    },
     "images_lion": {  # LION-natural
         "mixers": ("lion",),
         "mixer_options": {"lion": {"variant": "s", "causal": False}},
@@ -237,6 +244,14 @@ MASKED = {
     ),
     "metala_bidirectional": ("tensor2", "tensor2_sequence", "pipeline2", "context2"),
     "encoder": ("data2_zero3", "tensor2_sequence", "pipeline2", "data2_tensor2_zero3"),
+    "decay_per_channel": (
+        "data2_zero3",
+        "tensor2",
+        "tensor2_sequence",
+        "pipeline2",
+        "context2",
+        "context2_tensor2_sequence",
+    ),
 }
 MLM = {"head": "mlm"}
 # The mixers of the delta rule are the layers of one model.
@@ -273,7 +288,7 @@ def cases(processes: int) -> list[LayoutCase]:
         LayoutCase(model, name, layout, {} if model == "hybrid" or "pipeline" in layout else SHORT)
         for name, layout in EVERY[processes].items()
         for model in MODELS
-        if model not in ("encoder", "delta_rule", *IMAGES)
+        if model not in ("encoder", "delta_rule", "decay_per_channel", *IMAGES)
     ]
     selected += [LayoutCase("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
     layouts = EVERY[processes] | HYBRID[processes] | CONTEXT[processes]

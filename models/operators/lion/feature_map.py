@@ -16,7 +16,6 @@ from ...backend import is_supported
 from ...precision import to_accumulation_dtype
 from ...recompute import recomputable
 
-
 # Feature maps of length one per head, which kernels compute.
 NORMALISED = ("silu", "silu_paper")
 _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {

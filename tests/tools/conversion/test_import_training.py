@@ -106,10 +106,13 @@ def test_import_of_sharded_sixteen_bit_weights(
 def test_import_of_few_positions_and_of_save_pretrained(objective: str, tmp_path: Path) -> None:
     """Compare logits on fewer positions, and read a folder without the run's configuration, from save_pretrained."""
     shape = tmp_path / "model.yml"
-    mixers = "[metala]" if objective == "causal" else "[lion], mixer_options: {lion: {causal: false}}"
+    options = {
+        "causal": "[metala], mixer_options: {metala: {decay_init: hippo}}",
+        "masked": "[lion], mixer_options: {lion: {causal: false, decay_per: channel, decay_init: hippo, phi: sigmoid}}",
+    }
     shape.write_text(
         "model: {num_layers: 1, hidden_size: 32, num_heads: 2, positions: learned, max_positions: 48, "
-        f"vocab_size: 384, mixers: {mixers}}}\n"
+        f"vocab_size: 384, mixers: {options[objective]}}}\n"
     )
     words = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "batch.sequence_length=48"]
     trained = write_run(tmp_path / "run", [*words, f"data.objective={objective}"], [str(shape)])

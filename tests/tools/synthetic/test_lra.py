@@ -47,6 +47,44 @@ def test_every_task_has_the_papers_settings():
         assert config.hidden_size // config.num_heads == 8
 
 
+def test_recipes_are_those_of_one_model():
+    tasks = ",".join(TASKS)
+    models = "metala,metala_hippo,lion_s_hippo,lion_d_hippo,lion_s,lion_d,lion_lit"
+    runs = plan(load_experiment("lra", [f"tasks=[{tasks}]", f"models=[{models}]"]), "bf16")
+    assert len(runs) == 42
+    settings = {
+        run.task: (run.width, run.network["num_layers"], run.batch_size, run.epochs, run.weight_decay)
+        for run in runs
+        if run.model == "lion_s_hippo"
+    }
+    assert settings == {
+        "listops": (128, 8, 50, 40, 0.04),
+        "text": (256, 6, 50, 35, 0.07),
+        "retrieval": (128, 6, 32, 20, 0.05),
+        "image": (512, 6, 50, 250, 0.07),
+        "pathfinder": (192, 6, 64, 200, 0.03),
+        "path_x": (128, 6, 32, 75, 0.06),
+    }
+    for run in runs:
+        config = model_config(run)
+        options = config.options_of(config.mixers[0])
+        assert (getattr(options, "decay_init", None) == "hippo") == run.model.endswith("hippo")
+        if run.model.startswith("lion"):
+            assert (run.width, run.lr) == (settings[run.task][0], 5e-4)
+            assert run.network["mixer_options"]["lion"]["causal"] is False
+    words = [
+        "tasks=[text]",
+        "settings.text.recipes.lion_s_hippo.epochs=3",
+        "settings.text.recipes={lion_x: {epochs: 2}}",
+    ]
+    with pytest.raises(
+        ValueError, match=r"settings.text.recipes: 'lion_x' is not in `definitions`; did you mean lion_"
+    ):
+        plan(load_experiment("lra", words[::2]), "bf16")
+    (run,) = plan(load_experiment("lra", [*words[:2], "models=[lion_s_hippo]"]), "bf16")
+    assert run.epochs == 3
+
+
 def test_validation_examples_are_not_in_the_training_set(tmp_path):
     for split in ("train", "test"):
         write_reviews(tmp_path / f"{split}.jsonl", [(f"{split} {i}", i % 2) for i in range(12)])
