@@ -4,6 +4,8 @@ A causal query reads all earlier keys, so contiguous shards would give the last 
 computes two pieces of half a shard: one from the start of the sequence and its mirror image from the end. The outputs are
 gathered again. The all-gathers cost little beside attention, whose work grows with the square of the length.
 Llama 3 (arXiv 2407.21783, section 3.3.2) balances causal work and gathers keys and values in this way.
+
+A window that reaches into the previous shard only needs the last window - 1 keys and values of that shard.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .context_parallel import ContextParallelGroup
+from .context_parallel import ContextParallelGroup, from_previous_rank
 
 DotProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, int | None], Tensor]
 
@@ -39,11 +41,22 @@ def attention_over_ranks(
     all. dot_product: (q, k, v [batch, heads, length, head_dim], mask, is_causal, window) -> o; if causal, the last query and the
     last key are one token.
     """
-    length, count = q.shape[1], group.count
+    length, count, own = q.shape[1], group.count, group.index
     bounds = [0, length * count] if cu_seqlens is None else cu_seqlens.tolist()
     # Repeated for grouped queries after the exchange.
     groups = q.shape[2] // k.shape[2]
-    q, k, v = (whole(group, x).transpose(1, 2) for x in (q, k, v))
+    # With padding a window, which counts real tokens, may reach further.
+    reach = window - 1 if window is not None and causal and mask is None and window <= length + 1 else None
+    first_query = first_key = 0  # places in the whole sequence of the tensors' first tokens
+    if reach is not None:
+        first_query, first_key = own * length, own * length - reach
+        if reach:
+            sent = torch.cat([k, v], -1)[:, length - reach :]
+            before = from_previous_rank(group, sent.contiguous()).chunk(2, -1)
+            k, v = (torch.cat([previous, x], 1) for previous, x in zip(before, (k, v), strict=True))
+    else:
+        q, k, v = (whole(group, x) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
@@ -67,13 +80,12 @@ def attention_over_ranks(
                     seen = seen & (counted[:, begin:stop, None] - counted[:, None, read] < window)
                 # A padded query attends to itself, as on one rank.
                 allowed = (seen | (key == query[:, None]))[:, None]
-            parts.append(
-                dot_product(q[:, :, begin:stop], k[:, :, read], v[:, :, read], allowed, causal and mask is None, window)
-            )
+            queries = q[:, :, begin - first_query : stop - first_query]
+            keys, values = (x[:, :, read.start - first_key : read.stop - first_key] for x in (k, v))
+            parts.append(dot_product(queries, keys, values, allowed, causal and mask is None, window))
         return torch.cat(parts, 2)
 
-    own = group.index
-    if not causal or length % 2:
+    if reach is not None or not causal or length % 2:
         return attend(own * length, (own + 1) * length).transpose(1, 2)
     half, pieces = length // 2, 2 * count
     computed = [attend(piece * half, (piece + 1) * half) for piece in (own, pieces - 1 - own)]

@@ -117,7 +117,16 @@ def test_packed_sequences_across_ranks(case: tuple[str, dict[str, Any]]) -> None
         compare(mixer, x, 4, 1e-9, cu_seqlens=torch.tensor(bounds))
 
 
-@pytest.mark.parametrize("case", [case for case in SPLIT if case[0] != "attention"], ids=name_of)
+WINDOWED = [case for case in SPLIT if "window" in case[1]]
+
+
+@pytest.mark.parametrize("case", WINDOWED, ids=name_of)
+def test_window_beyond_the_previous_shard(case: tuple[str, dict[str, Any]]) -> None:
+    for bounds in (None, torch.tensor([0, 1, 7, 12])):
+        compare(build(case, torch.float64), tokens(12, dtype=torch.float64), 4, 1e-9, cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("case", [*(case for case in SPLIT if case[0] != "attention"), *WINDOWED], ids=name_of)
 def test_exchanged_elements_do_not_grow_with_the_sequence(case: tuple[str, dict[str, Any]]) -> None:
     sent = []
     for length in (16, 64):
