@@ -1,7 +1,8 @@
 """LION for short sequences: tiles of (Q K^T * M) V, like flash attention without its running maximum.
 
 Every factor of M is at most 1, so nothing needs rescaling, and tiles whose largest factor is below e^-20 are skipped.
-Up to 128 tokens, one forward kernel also computes the log decay and its running sum. `single_tile.py` has one backward kernel.
+Up to 256 tokens in 16 bits, one forward kernel also computes the log decay and its running sum, and `single_tile.py` has one
+backward kernel. Above 128 tokens these two also compute the feature map.
 Reference: `models.operators.lion.bidirectional_attention` with form="parallel".
 
 Backward, with A = Q K^T * M, P = A / den, dP = dY V^T and delta_i = dy_i . y_i:
@@ -40,10 +41,19 @@ from .common import (
     store_decay_gradient,
     store_rows,
 )
-from .single_tile import keys_scratch, single_tile_backward, single_tile_forward, supports_single_tile
+from .feature_map import load_features
+from .single_tile import (
+    keys_scratch,
+    middle_length,
+    single_tile_backward,
+    single_tile_forward,
+    supports_single_tile,
+)
 
 # Up to this many tokens every program of the forward pass computes the running sums of its sequence.
 _WHOLE = 128
+# Queries and keys per tile of the forward pass, warps and stages for `middle_length`.
+_MIDDLE = (128, 64, 8, 1)
 # Tokens per iteration of the kernel of the decay's gradient.
 _DECAY_BLOCK = 256
 
@@ -78,9 +88,9 @@ def backward(
     """Return the gradients of q, k, v and decay; for a bias alone, those of its parts, [parts, heads]."""
     den, c = saved
     dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
-    parts = 1 if supports_single_tile(case) else -(-case.length // _DECAY_BLOCK)
-    d_decay = empty_decay_gradient(case, x, parts)
-    if supports_single_tile(case):
+    single = supports_single_tile(case) or middle_length(case)
+    d_decay = empty_decay_gradient(case, x, 1 if single else -(-case.length // _DECAY_BLOCK))
+    if single:
         single_tile_backward(case)(dy, *x[:5], c, x.segments, y, den, dq, dk, dv, d_decay, keys_scratch(case, c))
         return dq, dk, dv, d_decay
     dc = None if c is None else torch.empty_like(c)
@@ -96,12 +106,14 @@ def backward(
 
 @lru_cache(4096)
 def _forward_launches(case: LionCase) -> tuple[Launch | None, Launch]:
-    rows, columns, warps, stages = _forward_config(case.dim_k, case.dim_v, case.dtype)
-    whole = block(case.length) if case.length <= _WHOLE else 0
+    rows, columns, warps, stages = (
+        _MIDDLE if middle_length(case) else _forward_config(case.dim_k, case.dim_v, case.dtype)
+    )
+    whole = block(case.length) if case.length <= _WHOLE or middle_length(case) else 0
     running = None if whole or case.mode == NO_DECAY else running_sum(case)
     outputs = Launch(
         _lion_tile_forward, (-(-case.length // rows), case.batch * case.heads),
-        *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns, whole,
+        *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns, whole, case.phi,
         *case.flags(), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return running, outputs
@@ -171,15 +183,17 @@ def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, DECAY: tl.
 def _lion_tile_forward(
     q, k, v, decay, bias, c, segments, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    WHOLE: tl.constexpr, DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, PHI: tl.constexpr, DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of queries. WHOLE: up to this many tokens the program computes the running sums of its sequence."""
     start, bh = tl.program_id(0) * BM, tl.program_id(1)
     t, ck, cv = start + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     k, v = base(k, bh, T, H, K), base(v, bh, T, H, V)
-    query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK)
+    query = load_features(base(q, bh, T, H, K), t, ck, T, H, K, BK, PHI)
     if WHOLE != 0:
-        key, value = load_rows(k, tl.arange(0, BN), ck, T, H, K, BK), load_rows(v, tl.arange(0, BN), cv, T, H, V, BV)
+        first = tl.arange(0, BN)
+        key, value = load_features(k, first, ck, T, H, K, BK, PHI), load_rows(v, first, cv, T, H, V, BV)
     if DECAY != 0:
         c += bh.to(tl.int64) * T
         if WHOLE != 0:
@@ -199,7 +213,8 @@ def _lion_tile_forward(
             key, value = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
         else:
             # Prefetch for the next iteration: the loop is too short for the compiler's pipeline.
-            next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
+            next_key = load_features(k, u + BN, ck, T, H, K, BK, PHI)
+            next_value = load_rows(v, u + BN, cv, T, H, V, BV)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         a *= decay_factor(c_t, load_sums(c, u, T, DECAY), segments, t, u, T, DECAY, SEGMENTS)
         total += tl.sum(a, 1)
