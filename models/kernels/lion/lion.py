@@ -93,7 +93,7 @@ def _case(
     alone: bool,
     normalized: bool,
     packed: bool,
-    phi: int,
+    phi: int = 0,
 ) -> tuple[Kernel, LionCase]:
     batch, length, heads, dim_k = shape
     if length * heads * max(dim_k, dim_v) >= 2**31:

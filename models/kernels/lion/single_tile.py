@@ -28,7 +28,9 @@ from .common import (
 )
 from .feature_map import feature_gradient, load_features
 
-LONGEST, LONGEST_MIDDLE = 128, 256
+LONGEST = 128
+# Tokens up to which `middle_length` holds; not enabled before it is measured on a GPU.
+LONGEST_MIDDLE = 128
 # Bytes of shared memory for the tiles of this sequence and the next, forward and backward.
 _TWO_FORWARD, _TWO_BACKWARD = 120 * 1024, 184 * 1024
 # Keys per tile of the backward pass by keys. Triton 3.6 compiles blocks of 32 correctly with 8 warps and heads up to 64, but

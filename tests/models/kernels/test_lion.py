@@ -105,6 +105,7 @@ def test_middle_length_kernels(device: str, decay: str | None, phi: str | None, 
         single_tile,
         [single_tile.single_tile_backward, lion._case],
         LONGEST=32,
+        LONGEST_MIDDLE=64,
         _MIDDLE=(16, 16, None),
         _sixteen_bits_and_small_heads=lambda _: True,
     )
