@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -76,9 +77,15 @@ class Augmentation:
         return image.crop((left, top, left + self.size, top + self.size))
 
     def _normalised(self, image: Image.Image) -> NDArray[np.float32]:
-        pixels = np.asarray(image, np.float32) / np.float32(255)
+        pixels = np.asarray(image)
+        return np.stack([values.take(pixels[..., channel]) for channel, values in enumerate(self._values)])
+
+    @cached_property
+    def _values(self) -> NDArray[np.float32]:
+        """Return the normalised values of the 256 levels, [3, 256]."""
         mean, std = self._statistics()
-        return np.ascontiguousarray(((pixels - mean) / std).transpose(2, 0, 1))
+        levels = np.arange(256, dtype=np.float32) / np.float32(255)
+        return (levels - mean[:, None]) / std[:, None]
 
     def _statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         return np.array(self.mean, np.float32), np.array(self.std, np.float32)

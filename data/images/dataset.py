@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -51,8 +50,9 @@ class ImageDataset:
         sample = self._sample(row, self.augmentation.training(self.images.image(row), random))
         if self._soft_targets:
             classes = len(self.images.class_names)
-            label = F.one_hot(sample["labels"], classes).float()
-            sample["targets"] = label * (1 - self._smoothing) + self._smoothing / classes
+            targets = torch.full((classes,), self._smoothing / classes)
+            targets[self.images.labels[row]] += 1 - self._smoothing
+            sample["targets"] = targets
         return sample
 
     def _rows(self, epoch: int) -> NDArray[np.int64]:
