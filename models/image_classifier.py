@@ -76,6 +76,17 @@ class PatchEmbedding(nn.Module):
         return 2 * self.projection.weight.numel()
 
 
+def resized_positions(positions: Tensor, side: int, new_side: int) -> Tensor:
+    """Return learned positions [tokens, hidden_size] of side x side patches for a grid of new_side x new_side.
+
+    The interpolation is bicubic, as DeiT's. A class token keeps its position.
+    """
+    grid, rest = positions[: side**2], positions[side**2 :]
+    image = grid.float().T.unflatten(1, (side, side))[None]
+    resized = F.interpolate(image, size=(new_side, new_side), mode="bicubic", align_corners=False)
+    return torch.cat([resized[0].flatten(1).T.to(positions.dtype), rest]) if side != new_side else positions
+
+
 class ImageBlock(Block):
     """Compute a block whose mixer reads the patches in the orders of `scans`; the outputs are averaged per patch.
 

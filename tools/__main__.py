@@ -31,6 +31,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "reshard": ("tools.reshard", (), "write a checkpoint in another layout"),
     "benchmark": ("tools.benchmark", (), "measure speed and memory of kernels, layouts, models"),
     "benchmark-evaluation": ("tools.benchmark_evaluation", (), "measure the time of an evaluation"),
+    "image-sizes": ("tools.image_sizes", (), "measure a classifier of images on other image sizes"),
     "masked-forms": ("tools.masked_forms", (), "measure the speed of LION's forms of attention"),
     "config-reference": ("tools.config_reference", (), "write configs/README.md from the schema"),
 }

@@ -1,7 +1,7 @@
-"""Compare LION's exact forms on one checkpoint: differences of outputs, time and memory by length.
+"""Compare LION's exact forms on one checkpoint: differences of outputs, time and memory by length or by image size.
 
-An untrained softmax encoder of the same shape is measured too. The measured pass is forward on random tokens, without the
-head. Memory is the peak that the forward pass allocates.
+An untrained softmax encoder of the same shape is measured too. The measured pass is forward on random tokens or images, without
+the head. Memory is the peak that the forward pass allocates.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SOFTMAX = "softmax attention"
 EPILOG = """
 example:
   python -m tools.masked_forms runs/lion_s_base --lengths 128 512 2048 8192 --device cuda     to runs/lion_s_base/forms.png
+  python -m tools.masked_forms runs/imagenet_lion_s --lengths 224 448 896 --device cuda       images of 224 x 224 pixels, ...
 """
 
 
@@ -34,15 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 1 if the forms differ, 2 for invalid input."""
     parser = command_line("python -m tools.masked_forms", __doc__, EPILOG)
     parser.add_argument("run", type=Path, help="a run, or a step folder")
-    parser.add_argument("--lengths", type=positive, nargs="+", default=[128, 256, 512, 1024, 2048, 4096], help="tokens")
-    parser.add_argument("--batch", type=positive, default=1, help="sequences (%(default)s)")
+    parser.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        help="tokens (default: 128 256 512 1024 2048 4096); of an image classifier pixels (default: 1, 2, 3 and 4 times the "
+        "trained size)",
+    )
+    parser.add_argument("--batch", type=positive, default=1, help="sequences or images (%(default)s)")
     parser.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
     parser.add_argument("-o", "--out", type=Path, help="the plot; default: forms.png in the run's folder")
     options = parser.parse_args(arguments)
     if options.out:
         check_picture(options.out, "--out")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports every start and stop
-    rows = compare(options.run, sorted(set(options.lengths)), batch=options.batch, device=options.device)
+    rows = compare(options.run, options.lengths, batch=options.batch, device=options.device)
     print(f"{'form':<18} {'tokens':>7} {'ms':>10} {'MiB':>10}   largest difference to parallel")
     for row in rows:
         difference = "" if math.isnan(row["difference"]) else f"{row['difference']:.1e}"
@@ -56,47 +63,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["difference"] > 1e-3 for row in rows))
 
 
-def compare(run: Path, lengths: Sequence[int], *, batch: int = 1, device: str = "auto") -> list[dict[str, Any]]:
+def compare(
+    run: Path, lengths: Sequence[int] | None = None, *, batch: int = 1, device: str = "auto"
+) -> list[dict[str, Any]]:
     """Return one row per length and form, measured in float32.
 
-    Keys: form, length, ms, mib, and difference: the largest difference of the normed hidden states to the parallel form's,
-    relative to their largest value (NaN for softmax).
+    Keys: form, length (tokens), ms, mib, and difference: the largest difference of the normed hidden states to the parallel
+    form's, relative to their largest value (NaN for softmax). Of an image classifier lengths are pixels, and image_size is a
+    further key.
 
     Raises ValueError for a model without LION's forms.
     """
     import torch
 
     from models.language_model import LanguageModel
-    from models.mixers.lion import Lion
-    from tools.loading.model import load_model
+    from tools.loading.image_model import load_classifier
+    from tools.loading.model import load_located, locate_checkpoint
 
-    loaded = load_model(run, device=device, dtype="fp32")
-    config = loaded.model.config
-    mixers = [block.mixer for block in loaded.model.blocks if isinstance(block.mixer, Lion)]
-    if not mixers or mixers[0].options.causal:
-        raise ValueError(f"{run} has no bidirectional lion mixers: model.mixers = {list(config.mixers)}")
-    if config.max_positions is not None and max(lengths) > config.max_positions:
-        raise ValueError(f"--lengths {max(lengths)}: {run} has {config.max_positions} positions")
+    located = locate_checkpoint(run, device=device, dtype="fp32")
+    trained, positions = located.model.image_size, located.model.max_positions
+    if "lion" not in located.model.bidirectional_mixers():
+        raise ValueError(f"{run} has no bidirectional lion mixers: model.mixers = {list(located.model.mixers)}")
+    if lengths is None:
+        lengths = [128, 256, 512, 1024, 2048, 4096] if trained is None else [n * trained for n in (1, 2, 3, 4)]
+    lengths = sorted(set(lengths))
+    if trained is None and positions is not None and max(lengths) > positions:
+        raise ValueError(f"--lengths {max(lengths)}: {run} has {positions} positions")
     softmax = {"attention": {"causal": False, "rotary_pct": 0.0}}
-    softmax_config = dataclasses.replace(config, mixers=("attention",), mixer_options=softmax)
-    with torch.device(loaded.device):
-        encoder = LanguageModel(softmax_config, seed=0).eval().requires_grad_(False)
+    text_model = None if trained else load_located(located).model
     rows = []
     for length in ProgressBar(lengths, desc="lengths", unit="length", leave=False):
         generator = torch.Generator().manual_seed(length)
-        tokens = torch.randint(config.vocab_size, (batch, length), generator=generator).to(loaded.device)
+        model = text_model or load_classifier(located, length)
+        config = model.config
+        if trained:
+            inputs = torch.randn(batch, 3, length, length, generator=generator)
+        else:
+            inputs = torch.randint(config.vocab_size, (batch, length), generator=generator)
+        inputs = inputs.to(located.device)
+        shape = {"length": config.tokens_per_image, "image_size": length} if trained else {"length": length}
+        with torch.device(located.device):
+            other = dataclasses.replace(config, mixers=("attention",), mixer_options=softmax)
+            encoder = LanguageModel(other, seed=0).eval().requires_grad_(False)
         reference = None
         for form in (*FORMS, SOFTMAX):
-            model = encoder if form == SOFTMAX else loaded.model
-            for mixer in mixers if form != SOFTMAX else ():
-                mixer.options = dataclasses.replace(mixer.options, form=form)
+            measured = encoder if form == SOFTMAX else _with_form(model, form)
             with torch.inference_mode():
-                hidden, ms, mib = _measure(lambda m=model, t=tokens: _encode(m, t), tokens)
+                hidden, ms, mib = _measure(lambda m=measured, x=inputs: _encode(m, x), inputs)
             reference = hidden if reference is None else reference
             scale = reference.abs().max()
             difference = math.nan if form == SOFTMAX else ((hidden - reference).abs().max() / scale).item()
-            rows.append({"form": form, "length": length, "ms": ms, "mib": mib, "difference": difference})
+            rows.append({"form": form, **shape, "ms": ms, "mib": mib, "difference": difference})
     return rows
+
+
+def _with_form(model: Any, form: str) -> Any:
+    from models.mixers.lion import Lion
+
+    for mixer in (block.mixer for block in model.blocks if isinstance(block.mixer, Lion)):
+        mixer.options = dataclasses.replace(mixer.options, form=form)
+    return model
 
 
 def _encode(model: Any, tokens: Any) -> Any:
@@ -150,7 +176,8 @@ def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
     """Plot time and memory against length, one line per form."""
     from tools.reporting.style import label_lines, log_axes, saved_figure, series_style
 
-    lengths = sorted({row["length"] for row in rows})
+    x = "image_size" if "image_size" in rows[0] else "length"
+    lengths = sorted({row[x] for row in rows})
     with saved_figure(out, 1, 2) as (_, panels):
         for key, label, axes in (("ms", "ms per forward pass", panels[0]), ("mib", "peak MiB", panels[1])):
             for number, form in enumerate((*FORMS, SOFTMAX)):
@@ -158,7 +185,7 @@ def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
                 axes.plot(lengths, values, label=form, **series_style(number))
             log_axes(axes, "x", lengths)
             log_axes(axes, "y")
-            axes.set(xlabel="tokens", ylabel=label)
+            axes.set(xlabel="image size (pixels)" if x == "image_size" else "tokens", ylabel=label)
         label_lines(panels[1])
 
 

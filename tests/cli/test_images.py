@@ -14,6 +14,7 @@ from megatron_lite.checkpoint import reader as checkpoint
 from tests.cli.conftest import metrics_lines, train_lines
 from tests.cli.test_resume import copy_stopped_run
 from tests.made_images import CLASSES, encoded, picture, write_parquet
+from tools import image_sizes, masked_forms
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,34 @@ def test_student_learns_from_the_targets_of_a_trained_teacher(arguments, tmp_pat
     losses = {name: [line["loss"] for line in train_lines(tmp_path / name)] for name in ("alone", "zero", "student")}
     assert losses["zero"] == pytest.approx(losses["alone"])
     assert losses["student"] != pytest.approx(losses["alone"])
+
+
+def test_classifier_reads_images_of_other_sizes(arguments, tmp_path, capsys):
+    short = {"schedule.train_steps": 2, "evaluation.interval": 2, "model.num_layers": 1}
+    assert train.main(arguments(**short, **{"model.positions": "learned"})) == 0
+    run, out = tmp_path / "run", tmp_path / "sizes.png"
+    validated = metrics_lines(run, "validation")[-1]["accuracy"]
+    assert (
+        image_sizes.main([str(run), "--sizes", "12", "8", "4", "--device", "cpu", "--batch", "4", "-o", str(out)]) == 0
+    )
+    rows = json.loads(out.with_suffix(".json").read_text())
+    assert [(row["image_size"], row["trained"], row["images"]) for row in rows] == [
+        (4, False, 9),
+        (8, True, 9),
+        (12, False, 9),
+    ]
+    assert rows[1]["accuracy"] == pytest.approx(validated)
+    assert all(row["top5_accuracy"] == 1.0 for row in rows)
+    assert out.stat().st_size > 5000
+    assert image_sizes.main([str(run), "--limit", "5", "--batch", "2", "--device", "cpu"]) == 0
+    rows = json.loads((run / "image_sizes.json").read_text())
+    assert {(row["image_size"], row["images"]) for row in rows} == {(8, 5), (12, 5), (16, 5)}
+    assert image_sizes.main([str(run), "--sizes", "10", "--device", "cpu"]) == 2
+    assert "model.image_size = 10 is no multiple of model.patch_size = 4" in capsys.readouterr().err
+    assert masked_forms.main([str(run), "--device", "cpu", "--lengths", "8", "16"]) == 0
+    rows = json.loads((run / "forms.json").read_text())
+    assert {(row["image_size"], row["length"]) for row in rows} == {(8, 4), (16, 16)}
+    assert all(row["difference"] is None or row["difference"] < 1e-5 for row in rows)
 
 
 def test_unfit_teacher_is_refused(arguments, tmp_path, capsys):

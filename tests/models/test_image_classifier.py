@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from models.config import ModelConfig
-from models.image_classifier import ClassificationHead, ImageBlock, PatchEmbedding, add_statistics, classification_loss
+from models.image_classifier import (
+    ClassificationHead,
+    ImageBlock,
+    PatchEmbedding,
+    add_statistics,
+    classification_loss,
+    resized_positions,
+)
 from models.language_model import LanguageModel
 
 LION = {"lion": {"variant": "s", "causal": False}}
@@ -130,6 +137,23 @@ def test_head_reads_the_pooled_norm():
 def test_configurations_that_cannot_run_are_refused_with_their_key(changes, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         config(**changes)
+
+
+def test_resized_positions_interpolate_the_grid_and_keep_the_class_token():
+    row, column = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
+    grid = torch.stack([row, 10 * column], -1).flatten(0, 1)
+    positions = torch.cat([grid, torch.full((1, 2), 7.0)])
+    assert torch.equal(resized_positions(positions, 4, 4), positions)
+    resized = resized_positions(positions, 4, 8)
+    assert resized.shape == (65, 2)
+    assert torch.equal(resized[-1], positions[-1])
+    by_row, by_column = resized[:64, 0].view(8, 8), resized[:64, 1].view(8, 8)
+    assert torch.allclose(by_row, by_row[:, :1])
+    assert torch.allclose(10 * by_row.T, by_column)
+    # Centres of the new patches lie a quarter of an old patch beside those of the old ones.
+    low, high = by_row[3:5, 0].tolist()
+    assert low + high == pytest.approx(3)
+    assert 1.2 < low < 1.3
 
 
 def test_images_of_another_size_are_refused():

@@ -136,6 +136,12 @@ CASES = {
         ("RUN --lengths 0", "--lengths: 0: a whole number, 1 or more"),
         ("RUN --data TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
     ],
+    "tools.image_sizes": [
+        ("NONE", "does not exist"),
+        ("RUN", "is a language model; name a run that classifies images"),
+        ("RUN --sizes 0", "--sizes: 0: a whole number, 1 or more"),
+        ("RUN -o FILE/l.png", "--out .*: cannot be written"),
+    ],
     "tools.masked_forms": [
         ("NONE", "does not exist"),
         ("RUN", "has no bidirectional lion mixers"),
