@@ -290,7 +290,8 @@ class Attention(nn.Module):
         if state:
             k, v = torch.cat([state["key"], k], 1), torch.cat([state["value"], v], 1)
             keys_real = torch.cat([state["mask"], real], 1)
-        plain = mask is None and not state
+        # A long text that is read in parts needs no mask of all pairs. One token needs no wait for the device.
+        plain = mask is None and (not state or (length > 1 and bool(state["mask"].all())))
         allowed = None if plain else self._allowed(keys_real, length)
         if state and length == 1:
             # The heads of a group are queries of its key head, so that the cache is not copied for each of them.

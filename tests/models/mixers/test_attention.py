@@ -116,6 +116,18 @@ def test_decoding_does_not_copy_keys_for_each_query_head(monkeypatch):
     torch.testing.assert_close(y, layer(x)[:, 8:], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", [{"num_kv_heads": 2}, {"window": 3}])
+def test_text_without_padding_is_read_in_parts_without_a_mask(options, monkeypatch):
+    layer, x = mixer(**options), torch.randn(2, 12, SIZE, dtype=torch.float64)
+    _, state = layer(x[:, :5], return_state=True)
+    masks = []
+    monkeypatch.setattr(
+        layer, "dot_product", lambda q, k, v, *more: masks.append(more[0]) or dot_product(q, k, v, *more)
+    )
+    torch.testing.assert_close(layer(x[:, 5:], state=state), layer(x)[:, 5:], rtol=0, atol=1e-10)
+    assert masks == [None, None]
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"causal": False}])
 @pytest.mark.parametrize("left", [0, 5])
 def test_padding_changes_no_real_token(options, left):
