@@ -20,7 +20,7 @@ from typing import Any
 from data.atomic_io import write_text
 from tools.cli.arguments import above_zero, command, command_line, positive
 from tools.evaluation.full_size_sets import write_whole_sets
-from tools.reporting.tables import markdown_table
+from tools.reporting.tables import printed_table
 
 EPILOG = """
 examples:
@@ -199,7 +199,7 @@ def report(timings: Sequence[Timing], output: Path) -> None:
         whole = f"{t.total:.1f}" if t.share == 1.0 else f"about {t.whole:.0f} (stopped at {t.total:.0f})"
         times = [whole, f"{t.tokenising:.1f}", f"{t.scoring:.1f}", f"{t.tokens_per_second:,.0f}"]
         rows.append([t.name, f"{t.requests:,}", f"{t.tokens:,}", *times])
-    print(f"\n{markdown_table(header, rows)}")
+    print(f"\n{printed_table(header, rows)}")
     content: dict[str, Any] = {t.name: _entry(t) for t in timings}
     print()
     for t in timings:

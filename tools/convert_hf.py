@@ -61,7 +61,8 @@ def _export(options: argparse.Namespace) -> int:
         progress=True,
     )
     files = f"{done.shards} files" if done.shards > 1 else "one file"
-    print(f"{done.folder}: {done.parameters:,} parameters in {options.dtype}, {done.bytes / 1e9:,.2f} GB in {files}")
+    size = f"{done.bytes / 1e9:,.2f} GB" if done.bytes >= 1e9 else f"{done.bytes / 1e6:,.1f} MB"
+    print(f"{done.folder}: {done.parameters:,} parameters in {options.dtype}, {size} in {files}")
     return _check(done, options)
 
 

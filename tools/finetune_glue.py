@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data.atomic_io import read_json, write_json, write_text
 from tools.cli.arguments import command, command_line, positive, words
 from tools.evaluation.glue_training import Recipe, finetune, load_recipe, splits_read
-from tools.reporting.tables import markdown_table
+from tools.reporting.tables import markdown_table, plain_table
 
 RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "glue.yml"
 
@@ -35,13 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("python -m tools.finetune_glue", __doc__, EPILOG)
     parser.add_argument("checkpoint", type=Path, help="a run, a step folder, or a Hugging Face export")
     parser.add_argument("override", nargs="*", metavar="key=value", help="values of the recipe")
-    parser.add_argument("--tasks", type=words, default=[], metavar="A,B", help="default: every task of the recipe")
-    parser.add_argument("--seeds", type=positive, default=3, help="runs of each task (%(default)s)")
-    parser.add_argument("--recipe", type=Path, default=RECIPE, help="(configs/finetune/glue.yml)")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="default: the hub")
-    parser.add_argument("--output", type=Path, help="default: glue/ in the checkpoint's run")
+    parser.add_argument("--tasks", type=words, default=[], metavar="A,B", help="tasks (default: all of the recipe)")
+    parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs per task (default %(default)s)")
     parser.add_argument(
-        "--start", choices=("recipe", "pretrained"), default="recipe", help="pretrained: no task starts from another"
+        "--recipe", type=Path, default=RECIPE, metavar="FILE", help="settings (default configs/finetune/glue.yml)"
+    )
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder of the tasks (default: the hub)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="results (default: glue/ in the checkpoint's run)"
+    )
+    parser.add_argument(
+        "--start",
+        choices=("recipe", "pretrained"),
+        default="recipe",
+        help="recipe: some tasks start from the weights of another; pretrained: none does",
     )
     parser.add_argument(
         "--hold-out",
@@ -59,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"--tasks {unknown[0]}: the recipe has {', '.join(recipe.tasks)}")
     output = options.output or _run_of(options.checkpoint) / "glue"
     session = Session(options.checkpoint, recipe, output, options.data, options.seeds, options.hold_out)
-    print(session.run(names, chained=options.start == "recipe"))
+    print(f"\n{session.run(names, chained=options.start == 'recipe')}\n{output / 'glue.md'}")
     return 0
 
 
@@ -93,7 +100,7 @@ class Session:
                     runs[key] = {metric: math.nan if value is None else value for metric, value in scores.items()}
 
     def run(self, names: Sequence[str], *, chained: bool) -> str:
-        """Fine-tune every task with every seed, and return the table, which is also in `output`/glue.md."""
+        """Fine-tune every task with every seed, write `output`/glue.md, and return its table for standard output."""
         starts = {name: self.recipe.tasks[name].start if chained else None for name in names}
         self._check_data(starts)
         self._write()  # identifies the weights of the export in `output`
@@ -103,9 +110,8 @@ class Session:
             for seed in range(self.seeds):
                 keep = self.output / name if seed == 0 and name in starts.values() else None
                 self._run_once(name, seed, weights, start, keep=keep)
-        text = table(self.results["runs"], starts, self.hold_out)
-        write_text(self.output / "glue.md", text)
-        return text
+        write_text(self.output / "glue.md", table(self.results["runs"], starts, self.hold_out))
+        return table(self.results["runs"], starts, self.hold_out, plain_table)
 
     def _check_data(self, starts: Mapping[str, str | None]) -> None:
         """Raise FileNotFoundError for a missing data file before the first task is trained."""
@@ -160,11 +166,14 @@ class Session:
 
 
 def table(
-    runs: Mapping[str, Mapping[str, Mapping[str, float]]], starts: Mapping[str, str | None], hold_out: float | None
+    runs: Mapping[str, Mapping[str, Mapping[str, float]]],
+    starts: Mapping[str, str | None],
+    hold_out: float | None,
+    write: Callable[..., str] = markdown_table,
 ) -> str:
-    """Return Markdown: mean and sample standard deviation of every metric in percent, and the mean over tasks.
+    """Return mean and sample standard deviation of every metric in percent, and the mean over several tasks.
 
-    starts: task -> the task from whose weights it starts, for the runs to show.
+    starts: task -> the task from whose weights it starts, for the runs to show. write: `markdown_table` or `plain_table`.
     """
     rows: list[list[str]] = []
     means = []
@@ -179,12 +188,14 @@ def table(
             rows.append([name, chosen, metric, f"{mean:.2f}", spread, f"{len(values)}"])
         means.append(statistics.mean(statistics.mean(values) for values in columns.values()))
     header = ["task", "starts from", "metric", "mean", "spread", "seeds"]
-    lines = [markdown_table(header, rows, text_columns=3), ""]
-    lines.append(f"Mean over {len(means)} tasks: {statistics.mean(means):.2f}")
+    lines = [write(header, rows, text_columns=3)]
+    if len(means) > 1:
+        lines += ["", f"Mean over {len(means)} tasks: {statistics.mean(means):.2f}"]
     if hold_out is not None:
-        lines.append(
-            f"A trial: trained on {1 - hold_out:.0%} of the validation split, evaluated on the rest; no GLUE score."
-        )
+        lines += [
+            "",
+            f"A trial: trained on {1 - hold_out:.0%} of the validation split, evaluated on the rest; no GLUE score.",
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from data.atomic_io import write_json
 from data.progress import ProgressBar
 from tools.cli.arguments import check_picture, command, command_line, positive
+from tools.reporting.tables import plain_table
 
 FORMS = ("parallel", "chunked", "recurrent")
 SOFTMAX = "softmax attention"
@@ -50,10 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_picture(options.out, "--out")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports every start and stop
     rows = compare(options.run, options.lengths, batch=options.batch, device=options.device)
-    print(f"{'form':<18} {'tokens':>7} {'ms':>10} {'MiB':>10}   largest difference to parallel")
+    cells = []
     for row in rows:
-        difference = "" if math.isnan(row["difference"]) else f"{row['difference']:.1e}"
-        print(f"{row['form']:<18} {row['length']:>7} {row['ms']:>10.1f} {row['mib']:>10.1f}   {difference}")
+        difference = "-" if math.isnan(row["difference"]) else f"{row['difference']:.1e}"
+        cells.append([row["form"], f"{row['length']:,}", f"{row['ms']:.1f}", f"{row['mib']:.1f}", difference])
+    print(plain_table(["form", "tokens", "ms", "MiB", "largest difference to parallel"], cells))
     from tools.loading.model import run_of
 
     out = options.out or run_of(options.run) / "forms.png"

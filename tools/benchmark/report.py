@@ -14,7 +14,7 @@ import torch
 
 from data.atomic_io import write_text
 from tools.reporting.style import COLORS, label_lines, log_axes, plain_number, saved_figure, series_style
-from tools.reporting.tables import markdown_table
+from tools.reporting.tables import printed_table
 
 
 def machine() -> str:
@@ -27,10 +27,10 @@ def machine() -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
-    """Return a Markdown table under a line with title, machine and date. Rows have the same keys; None is shown as "-"."""
+    """Return a table for standard output under title, machine and date. Rows have the same keys; None is shown as "-"."""
     columns = list(rows[0])
     cells = [[_text(row[column]) for column in columns] for row in rows]
-    return f"\n{title}: {machine()}, {datetime.date.today()}\n\n{markdown_table(columns, cells)}"
+    return f"\n{title}: {machine()}, {datetime.date.today()}\n\n{printed_table(columns, cells)}"
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -57,6 +57,12 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_co
     return "\n\n".join("\n".join(line(row, columns) for row in (header, rule, *rows)) for columns in tables)
 
 
+def printed_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
+    """Return a table for standard output: plain and within its width on a terminal, Markdown if it is redirected."""
+    write = plain_table if sys.stdout.isatty() else markdown_table
+    return write(header, rows, text_columns=text_columns)
+
+
 def terminal_width() -> float:
     """Return the columns of the terminal, or infinity if standard output is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf

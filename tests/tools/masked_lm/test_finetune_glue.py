@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,14 +141,15 @@ def test_task_starts_from_the_weights_of_another(masked_run: Path, data: Path, t
     assert min(values["pearson"] for values in results["stsb"].values()) > 0.8
     table = (tmp_path / "out" / "glue.md").read_text()
     assert "| rte | mnli | accuracy |" in table
-    assert table.strip() in printed
+    assert re.search(r"^rte +mnli +accuracy +\d", printed, re.MULTILINE)
+    assert printed.endswith(f"{tmp_path / 'out' / 'glue.md'}\n")
     # RTE starts from MNLI's blocks, not from the pretrained ones.
     pretrained, saved = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("pretrained", "mnli"))
     name = "blocks.0.mixer.q_proj.weight"
     assert not pretrained[name].equal(saved[name])
     # No run is repeated, and another recipe is refused.
     assert finetune_glue.main(arguments) == 0
-    assert "seed" not in capsys.readouterr().out.replace("| seeds |", "")
+    assert ", seed" not in capsys.readouterr().out
     assert finetune_glue.main([*arguments, "max_length=64"]) == 2
     assert "is of another recipe" in capsys.readouterr().err
 
@@ -258,14 +260,16 @@ def test_undefined_correlation_is_null_in_the_file_and_nan_in_the_table(
     assert json.loads((out / "glue.json").read_text())["runs"] == {"rte": {"pretrained/0": {"accuracy": None}}}
     capsys.readouterr()
     assert finetune_glue.main([*arguments, "--seeds", "2"]) == 0
-    assert "| rte | pretrained | accuracy | nan |" in capsys.readouterr().out
+    assert re.search(r"^rte +pretrained +accuracy +nan", capsys.readouterr().out, re.MULTILINE)
     runs = json.loads((out / "glue.json").read_text())["runs"]["rte"]
     assert runs == {"pretrained/0": {"accuracy": None}, "pretrained/1": {"accuracy": 0.5}}
 
 
 def test_table_shows_the_requested_start() -> None:
     runs = {"rte": {"mnli/0": {"accuracy": 0.9}, "pretrained/0": {"accuracy": 0.6}, "pretrained/1": {"accuracy": 0.5}}}
-    assert "| rte | pretrained | accuracy | 55.00 | 7.07 | 2 |" in finetune_glue.table(runs, {"rte": None}, None)
+    text = finetune_glue.table(runs, {"rte": None}, None)
+    assert "| rte | pretrained | accuracy | 55.00 | 7.07 | 2 |" in text
+    assert "Mean over" not in text
     assert "| rte | mnli | accuracy | 90.00 | - | 1 |" in finetune_glue.table(runs, {"rte": "mnli"}, None)
 
 

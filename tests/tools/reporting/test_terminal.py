@@ -11,7 +11,7 @@ from megatron_lite.planning.memory import GIB
 from tools import plan
 from tools.cli.help_text import fit_text
 from tools.planning.estimate import read_config
-from tools.reporting.tables import plain_table
+from tools.reporting.tables import plain_table, printed_table
 
 HELP = """examples:
   python -m tools.serve out/                       a server
@@ -51,8 +51,13 @@ def test_a_wide_table_continues_below_in_a_terminal(terminal):
     parts = plain_table(header, rows).split("\n\n")
     assert [part.splitlines()[0] for part in parts] == ["model  first", "model  second"]
     assert [part.splitlines()[-1].split() for part in parts] == [["b", "3.0"], ["b", "4.0"]]
+    assert printed_table(header, rows) == plain_table(header, rows)
     terminal(3)
     assert len(plain_table(header, rows).split("\n\n")) == 2
+
+
+def test_a_redirected_table_is_markdown():
+    assert printed_table(["model", "first"], [["a", "1.0"]]).splitlines()[-1] == "| a | 1.0 |"
 
 
 def test_layouts_fit_80_columns(terminal):
