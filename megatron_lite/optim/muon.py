@@ -105,9 +105,10 @@ class Muon(torch.optim.AdamW):
         # momentum is then AdamW's first moment.
         mu = options.momentum
         momentum = torch.mul(state["exp_avg"].float(), mu).add_(gradient, alpha=1 - mu)
-        direction = torch.mul(momentum, mu).add_(gradient, alpha=1 - mu) if options.nesterov else momentum
+        update = torch.mul(momentum, mu).add_(gradient, alpha=1 - mu) if options.nesterov else momentum
+        update = update.to(options.compute_dtype)
         _copy_if(applied, momentum, state["exp_avg"])
-        update = direction.to(options.compute_dtype)
+        del momentum, gradient  # their memory is free during the orthogonalization
         self.orthogonalize(update)
         weight = flat.float() * (1 - group["lr"] * group["weight_decay"])
         _copy_if(applied, weight.add_(update, alpha=-group["lr"] * ADAMW_RMS), flat)

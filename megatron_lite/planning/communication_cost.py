@@ -14,6 +14,7 @@ reduce-scatter S (n - 1) / n.
 | tensor + sequence      | the same bytes as all-gathers and reduce-scatters                                          |
 | pipeline               | m x w T d to the next stage and back                                                       |
 | context                | m L x 2 (n-1) states of heads x d_k x d_v float32, and the gradients with the data ranks        |
+| Muon                   | (n-1)/n 2 w M / n for the matrices of M elements and their orthogonal factors                 |
 | context, attention     | m L x 2 (n-1) times queries, keys, values and outputs of the T / n tokens of a shard             |
 """
 
@@ -57,6 +58,7 @@ class Workload:
         flops_per_token: training FLOPs per token, forward and backward.
         width: bytes per element sent.
         zero_stage: 1 to 3. recompute: full activation checkpointing.
+        matrices: elements of the matrices that Muon updates; 0 with AdamW. muon_flops: of its Newton-Schulz steps.
     """
 
     parameters: int
@@ -71,6 +73,8 @@ class Workload:
     width: int = 2
     zero_stage: int = 1
     recompute: bool = False
+    matrices: int = 0
+    muon_flops: float = 0.0
 
 
 def volumes(work: Workload, layout: Layout, gpus: int) -> dict[str, float]:
@@ -90,12 +94,14 @@ def volumes(work: Workload, layout: Layout, gpus: int) -> dict[str, float]:
         data_parallel = 2 * ring * local
     passes = 6 if work.recompute else 4
     t, c = layout.tensor, layout.context
+    stage = gpus // layout.pipeline  # they share the matrices of Muon
     gathered = 4 * work.state_elements + work.width * work.token_elements * work.sequence_length / c
     return {
         "data": data_parallel,
         "tensor": micro_batches * layers * passes * 2 * (t - 1) / t * activation,
         "pipeline": 2 * micro_batches * activation * (layout.pipeline > 1) / (t if layout.sequence_parallel else 1),
         "context": micro_batches * layers * 2 * (c - 1) * gathered * work.micro_batch_size / t,
+        "muon": (stage - 1) / stage * 2 * work.width * work.matrices / layout.pipeline / stage,
     }
 
 
@@ -103,7 +109,8 @@ def step_seconds(work: Workload, layout: Layout, gpus: int, flops: float, links:
     """Return the seconds per step by part; their sum is the estimate.
 
     Assumptions: computation runs at `flops` FLOP/s per GPU in every layout. Communication of tensor, context and pipeline
-    parallelism and ZeRO 1 does not overlap with it; communication of ZeRO 2 and 3 does. Ranks are ordered tensor, context,
+    parallelism, ZeRO 1 and Muon does not overlap with it; communication of ZeRO 2 and 3 does. Newton-Schulz steps, which are
+    large matmuls, run at twice `flops`. Ranks are ordered tensor, context,
     data, pipeline (grid.py). A group that spans machines runs at the bandwidth between machines.
     """
     sent = volumes(work, layout, gpus)
@@ -133,4 +140,5 @@ def step_seconds(work: Workload, layout: Layout, gpus: int, flops: float, links:
     if work.zero_stage > 1:
         data_parallel = max(data_parallel - compute, data_parallel / micro_batches / 3)
     parts["data"] = data_parallel if replicas > 1 else 0.0
+    parts["muon"] = work.muon_flops / gpus / (2 * flops) + sent["muon"] / bandwidth
     return parts

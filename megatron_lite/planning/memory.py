@@ -14,6 +14,8 @@ The table gives the bytes per parameter of this process with DeepSpeed, for n pr
 | all bf16, 1 or 2 | 2       | 2 / n     | 0      | 4 / n   | gradients 2; n > 1: buckets; then a flat copy 2 / n |
 | all bf16, ZeRO 3 | 2 / n   | 4 / n     | 2 / n  | 4 / n   | buckets, and the weights that are gathered          |
 
+Muon's matrices have a momentum of 4 / n or 2 / n in place of the moments, and temporary tensors in its update.
+
 * On a GPU only from the end of the first backward pass to the end of the step. Not needed with one process and one micro-batch
 per step (bf16_step.py).
 
@@ -34,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
+BATCH = 1 << 27  # elements per batch of Newton-Schulz steps (optim/muon.py)
 BUCKET = 500_000_000  # elements per reduction bucket, the default of DeepSpeed (deepspeed_setup.py)
 LIVE_PARAMETERS = 1_000_000_000  # parameters that ZeRO 3 keeps gathered (stage3_max_live_parameters)
 
@@ -48,6 +51,7 @@ class LayerCost:
         saved: bytes that its forward pass keeps for the backward pass, output included.
         forward: peak bytes during the forward pass, above the bytes before it.
         backward: peak bytes during the backward pass above `saved`, weight gradients included.
+        matrices: elements of its matrices on this process, which Muon updates.
     """
 
     parameters: int
@@ -55,6 +59,7 @@ class LayerCost:
     saved: float
     forward: float
     backward: float
+    matrices: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class Setting:
         released: the float32 gradients of bf16 are freed between steps (CUDA).
         optimizer_state: "fp32" or "bf16", from `precision.optimizer_state`.
         graphs: all layers except the first and the last run as CUDA graphs.
+        momentum: bytes per element of Muon's momentum; 0 with AdamW.
     """
 
     dtype: str
@@ -82,6 +88,7 @@ class Setting:
     released: bool = True
     optimizer_state: str = "fp32"
     graphs: bool = False
+    momentum: int = 0
 
     @property
     def keeps_gradients(self) -> bool:
@@ -94,8 +101,8 @@ class Setting:
         return self.optimizer_state == "bf16"
 
 
-def state_bytes(parameters: int, setting: Setting) -> dict[str, float]:
-    """Return the bytes that persist between steps, by part."""
+def state_bytes(parameters: int, setting: Setting, matrices: int = 0) -> dict[str, float]:
+    """Return the bytes that persist between steps, by part. matrices: elements of the parameters that Muon updates."""
     width = 4 if setting.dtype == "fp32" else 2
     n, stage = setting.replicas, setting.zero_stage
     parts = {"weights": width * parameters / (n if stage == 3 else 1)}
@@ -107,7 +114,22 @@ def state_bytes(parameters: int, setting: Setting) -> dict[str, float]:
         parts["gradients"] = 0.0  # allocated in every step: see `step_bytes`
     # With ZeRO 1 and 2 the bf16 weights share memory with the master weights (`share_weights` in deepspeed_setup.py).
     parts["optimizer"] = (12 if not setting.narrow else 6 if stage == 3 else 4) * parameters / n
+    parts["optimizer"] -= ((4 if setting.narrow else 8) - setting.momentum) * matrices / n
     return parts
+
+
+def muon_bytes(matrices: int, setting: Setting) -> float:
+    """Return the temporary bytes of an update of `matrices` elements by Muon.
+
+    First float32 momentum and direction, where no kernel computes them. Then the direction of the process's own elements, what
+    several processes exchange, and one batch of Newton-Schulz steps: X, its successor and two square matrices. The most
+    frequent shape has about half of the elements.
+    """
+    width, local = 4 if setting.dtype == "fp32" else 2, matrices / setting.replicas
+    kernel = setting.released and setting.dtype == "bf16" and setting.zero_stage == 1
+    elementwise = 0.0 if kernel else (14 if setting.narrow else 12 - width) * local
+    exchanged = 3 * width if setting.replicas > 1 else 0
+    return max(elementwise, (width + exchanged) * local + 4 * width * min(matrices / 2, BATCH))
 
 
 def step_bytes(layers: Sequence[LayerCost], setting: Setting) -> dict[str, float]:
@@ -120,7 +142,8 @@ def step_bytes(layers: Sequence[LayerCost], setting: Setting) -> dict[str, float
     width = 4 if setting.dtype == "fp32" else 2
     bucket = width * min(BUCKET, parameters)
     largest = max(layer.largest for layer in layers)
-    state = state_bytes(parameters, setting)
+    matrices = sum(layer.matrices for layer in layers) if setting.momentum else 0
+    state = state_bytes(parameters, setting, matrices)
     buffers = _gradient_bytes(parameters, setting, width, bucket, largest)
     gathered = width * min(parameters, LIVE_PARAMETERS) if setting.zero_stage == 3 and setting.replicas > 1 else 0.0
     others = sum(layer.saved for layer in layers) * (setting.in_flight - 1)
@@ -140,6 +163,10 @@ def step_bytes(layers: Sequence[LayerCost], setting: Setting) -> dict[str, float
         saved -= layer.saved
         gradients += layer.parameters
     phases.append((others, buffers.after, 0.0))
+    if matrices:
+        phases.append(
+            (others, min(buffers.after, _reduced_gradient_bytes(parameters, setting)), muon_bytes(matrices, setting))
+        )
     activations, more, work = max(phases, key=sum)
     state["gradients"] += more
     return {**state, "activations": activations, "at work": work}
@@ -209,6 +236,17 @@ def _gradient_bytes(parameters: int, setting: Setting, width: int, bucket: float
     )
 
 
+def _reduced_gradient_bytes(parameters: int, setting: Setting) -> float:
+    """Return the temporary bytes of the gradients during the update, after their reduction."""
+    if setting.dtype == "fp32":
+        return 8.0 * parameters / setting.replicas
+    if setting.zero_stage > 1:
+        return 4.0 * parameters / setting.replicas
+    if setting.narrow or (setting.released and setting.replicas == setting.accumulation == 1):
+        return 2.0 * parameters
+    return 4.0 * parameters if setting.released else 0.0
+
+
 def _narrow_gradient_bytes(parameters: int, setting: Setting, buckets: float) -> _GradientBuffers:
     """Return the buffers of ZeRO 1 and 2 with all tensors in bf16. One process alone has no buckets."""
     n, partition = setting.replicas, 2.0 * parameters / setting.replicas
@@ -273,6 +311,7 @@ def layer_cost(
     x: Tensor,
     *,
     parameters: int | None = None,
+    matrices: int = 0,
     **arguments: Tensor,
 ) -> LayerCost:
     """Return the cost of a layer, measured in one forward and backward pass.
@@ -281,6 +320,7 @@ def layer_cost(
         call: the layer, or the layer under activation checkpointing.
         x: tokens [batch, length] or hidden states [batch, length, hidden]; on "meta" nothing is computed.
         parameters: weight elements that count for this layer; None: all.
+        matrices: as in `LayerCost`.
         arguments: further tensors that `call` takes.
     """
     if x.is_floating_point():
@@ -296,4 +336,4 @@ def layer_cost(
     for p in layer.parameters():
         p.grad = None
     local = sum(sizes) if parameters is None else parameters
-    return LayerCost(local, max(sizes, default=0), float(saved), float(forward), float(backward))
+    return LayerCost(local, max(sizes, default=0), float(saved), float(forward), float(backward), matrices)

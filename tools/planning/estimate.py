@@ -85,9 +85,11 @@ def memory(
     steps = config.batch.gradient_accumulation_steps
     replicas = config.batch.data_ranks * layout.context
     state, graphs = config.precision.optimizer_state, config.parallel.cuda_graph and layout.pipeline == 1
+    muon = config.optimizer.muon
+    momentum = {"fp32": 4, "bf16": 2}[muon.momentum_dtype] if config.optimizer.name == "muon" else 0
     stages = []
     for stage_layers, in_flight in layers_by_stage(layers, flops, config, layout):
-        setting = Setting(dtype, stage, replicas, steps, in_flight, overlap, released, state, graphs)
+        setting = Setting(dtype, stage, replicas, steps, in_flight, overlap, released, state, graphs, momentum)
         stages.append(step_bytes(stage_layers, setting))
     return max(stages, key=lambda parts: sum(parts.values()))
 
@@ -132,11 +134,14 @@ def layers_by_stage(
 
 def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) -> Workload:
     """Return the quantities that the communication model reads."""
+    from megatron_lite.optim.muon import STEPS
+    from megatron_lite.optim.whole_matrices import newton_schulz_cost
     from megatron_lite.planning.communication_cost import Workload
     from models.language_model import count_parameters
 
     model, batch = config.model, config.batch
     states, tokens = gathered_elements(model)
+    matrices = muon_blocks(model, config.optimizer.muon.per_head) if config.optimizer.name == "muon" else []
     return Workload(
         parameters=count_parameters(model),
         layers=model.num_layers,
@@ -149,7 +154,28 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
         flops_per_token=3 * sum(flops),
         width=4 if dtype == "fp32" else 2,
         recompute=config.parallel.activation_checkpointing.mode == "full",
+        matrices=sum(rows * columns for rows, columns in matrices),
+        muon_flops=2 * STEPS * sum(newton_schulz_cost(*shape) for shape in matrices),
     )
+
+
+def muon_blocks(model: ModelConfig, per_head: bool) -> list[tuple[int, int]]:
+    """Return the shapes [rows, columns] of all matrices of the model that Muon orthogonalizes."""
+    import torch
+
+    from megatron_lite.optim.param_groups import head_dim_of, parameter_kind
+    from models.language_model import build_layer, layer_specs
+
+    shapes: list[tuple[int, int]] = []
+    for index, spec in list(enumerate(layer_specs(model)))[1:-1]:
+        with torch.device("meta"):
+            layer = build_layer(spec, index, None)
+        for name, parameter in layer.named_parameters():
+            if parameter_kind(layer, name) == "matrix":
+                rows, columns = parameter.shape
+                blocks = rows // (head_dim_of(layer, name) or rows) if per_head else 1
+                shapes += [(rows // blocks, columns)] * blocks
+    return shapes
 
 
 def gathered_elements(model: ModelConfig) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
 from megatron_lite.engine.parallelize import shard_and_fuse
 from megatron_lite.engine.precision import fp8_recipe
+from megatron_lite.optim.param_groups import parameter_kind
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.parallel.tensor_parallel import TensorGroup
@@ -80,10 +81,12 @@ def layer_costs(
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)
                 call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, recompute_elementwise)
                 extra = batch if index == len(specs) - 1 else {}
+                kinds = {name: parameter_kind(layer, name) for name, _ in layer.named_parameters()} if block else {}
                 parameters = sum(p.numel() for p in layer.parameters())
+                matrices = sum(p.numel() for name, p in layer.named_parameters() if kinds.get(name) == "matrix")
                 if spec.tied_to is not None:
                     parameters -= layer.weight.numel()  # type: ignore[union-attr,operator]
-                known[kind] = layer_cost(layer, call, x, parameters=parameters, **extra)
+                known[kind] = layer_cost(layer, call, x, parameters=parameters, matrices=matrices, **extra)
             costs.append(known[kind])
     return costs
 

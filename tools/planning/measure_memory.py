@@ -44,7 +44,8 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
     worst = 1.0
     if cases is None:
         fp8 = config.precision.fp8.recipe != "none"
-        most = 1 if sizes.pipeline > 1 else 2 if config.parallel.cuda_graph or fp8 else 3
+        muon = config.optimizer.name == "muon"
+        most = 1 if sizes.pipeline > 1 else 2 if config.parallel.cuda_graph or fp8 or muon else 3
         cases = [case for case in CASES if case[0] <= most]
     for stage, mode in cases:
         case = read_config(

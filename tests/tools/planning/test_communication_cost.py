@@ -33,9 +33,10 @@ def work(**changes: object) -> Workload:
 
 
 def test_volumes_by_parallel_dimension():
-    assert volumes(work(), Layout(), 1) == {"data": 0, "tensor": 0, "pipeline": 0, "context": 0}
+    assert volumes(work(), Layout(), 1) == {"data": 0, "tensor": 0, "pipeline": 0, "context": 0, "muon": 0}
     assert volumes(work(), Layout(), 4)["data"] == pytest.approx(2 * 0.75 * 2e9)
     assert volumes(work(zero_stage=3), Layout(), 4)["data"] == pytest.approx(32 * 3 * 0.75 * 2e9)
+    assert volumes(work(matrices=10**6), Layout(pipeline=2), 8)["muon"] == pytest.approx(0.75 * 4 * 5e5 / 4)
     hidden = 2 * 4 * 2048 * 2048
     assert volumes(work(), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 4 * hidden)
     assert volumes(work(recompute=True), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 6 * hidden)
@@ -85,7 +86,7 @@ def test_gathered_numbers_are_the_state_of_the_mixer(name: str, options: dict[st
 
 
 def test_documented_volumes_equal_the_model():
-    config = read_config(["configs/metala_1.4b.yml"], 8)
+    config, muon = (read_config(["configs/metala_1.4b.yml", *words], 8) for words in ([], ["optimizer.name=muon"]))
     work = workload(config, layer_flops(config), "bf16")
     page = (Path(__file__).parents[3] / "docs" / "guide" / "parallelism.md").read_text()
     shown = {
@@ -95,6 +96,7 @@ def test_documented_volumes_equal_the_model():
         "tensor 8": (work, Layout(tensor=8), "tensor"),
         "pipeline 4": (work, Layout(pipeline=4), "pipeline"),
         "context 4": (work, Layout(context=4), "context"),
+        "Muon": (workload(muon, layer_flops(config), "bf16"), Layout(), "muon"),
     }
     for name, (here, layout, kind) in shown.items():
         gib = volumes(here, layout, 8)[kind] / GIB
@@ -134,3 +136,15 @@ def test_decoding_cache_of_a_hybrid_counts_states_windows_and_all_keys():
     assert kept(4000, window=1000) == kept(999)
     bidirectional = ModelConfig(**{**shape, "mixers": ("lion",), "mixer_options": {"lion": {"causal": False}}})
     assert decoding_bytes(bidirectional, 20, "bf16") is None
+
+
+def test_newton_schulz_time_is_shared_by_the_ranks():
+    config = read_config(["configs/metala_1.4b.yml", "optimizer.name=muon"], 8)
+    muon = workload(config, layer_flops(config), "bf16")
+    assert muon.muon_flops == pytest.approx(61e12, rel=0.02)  # 24 layers, five steps
+    assert muon.matrices == pytest.approx(1.2e9, rel=0.03)
+    config = read_config(["configs/metala_1.4b.yml", "optimizer.name=muon", "optimizer.muon.per_head=true"], 8)
+    assert workload(config, layer_flops(config), "bf16").muon_flops < 0.9 * muon.muon_flops
+    one, eight = (step_seconds(muon, Layout(), gpus, 4e14, Links(latency_inside=0))["muon"] for gpus in (1, 8))
+    assert one == pytest.approx(muon.muon_flops / 8e14)
+    assert one / 8 < eight < one / 4

@@ -55,6 +55,12 @@ def test_estimate_is_within_15_percent_of_allocation(dtype, state, accumulation,
     assert [(int(stage), mode) for stage, mode, *_ in rows] == cases
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_estimate_of_muon_is_within_15_percent_of_allocation(dtype, capsys):
+    words = [*SMALL, "optimizer.name=muon", "batch.sequence_length=64", f"precision.dtype={dtype}"]
+    assert measure_memory.measure(words, [(1, "none"), (2, "none")]) == 0, capsys.readouterr().out
+
+
 def test_masked_model_head_is_sharded_over_tensor_ranks():
     shape = {"vocab_size": 512, "num_layers": 2, "hidden_size": 64, "num_heads": 4, "head": "mlm"}
     model = ModelConfig(**shape, mixers=("lion",), mixer_options={"lion": {"causal": False}})
@@ -241,6 +247,10 @@ def test_step_bytes_are_those_of_the_peak():
     copied = Setting("bf16", 2, 1, optimizer_state="bf16")
     assert step_bytes([light], copied)["gradients"] == 4000
     assert step_bytes([light], Setting("bf16", 3, 4, optimizer_state="bf16"))["optimizer"] == 1500
+    muon = LayerCost(parameters=1000, largest=1000, saved=1, forward=1, backward=1, matrices=800)
+    assert step_bytes([muon], Setting("bf16", 1, 1, momentum=4))["optimizer"] == 12000 - 800 * 4
+    assert step_bytes([muon], Setting("bf16", 1, 4, momentum=2))["optimizer"] == (12000 - 800 * 6) / 4
+    assert step_bytes([muon], Setting("bf16", 1, 1))["optimizer"] == 12000
 
 
 def test_command_lists_layouts_and_exits_with_1_if_none_fits(capsys):
