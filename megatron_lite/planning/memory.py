@@ -15,6 +15,7 @@ The table gives the bytes per parameter of this process with DeepSpeed, for n pr
 | all bf16, ZeRO 3 | 2 / n   | 4 / n     | 2 / n  | 4 / n   | buckets, and the weights that are gathered          |
 
 Muon's matrices have a momentum of 4 / n or 2 / n in place of the moments, and temporary tensors in its update.
+An average of the weights (`optimizer.ema_decay`) adds 4 / n to the moments.
 
 * On a GPU only from the end of the first backward pass to the end of the step. Not needed with one process and one micro-batch
 per step (bf16_step.py).
@@ -77,6 +78,7 @@ class Setting:
         optimizer_state: "fp32" or "bf16", from `precision.optimizer_state`.
         graphs: all layers except the first and the last run as CUDA graphs.
         momentum: bytes per element of Muon's momentum; 0 with AdamW.
+        averaged: a float32 moving average of the weights is kept (`optimizer.ema_decay`).
     """
 
     dtype: str
@@ -89,6 +91,7 @@ class Setting:
     optimizer_state: str = "fp32"
     graphs: bool = False
     momentum: int = 0
+    averaged: bool = False
 
     @property
     def keeps_gradients(self) -> bool:
@@ -113,7 +116,8 @@ def state_bytes(parameters: int, setting: Setting, matrices: int = 0) -> dict[st
     else:
         parts["gradients"] = 0.0  # allocated in every step: see `step_bytes`
     # With ZeRO 1 and 2 the bf16 weights share memory with the master weights (`share_weights` in deepspeed_setup.py).
-    parts["optimizer"] = (12 if not setting.narrow else 6 if stage == 3 else 4) * parameters / n
+    per_parameter = (12 if not setting.narrow else 6 if stage == 3 else 4) + 4 * setting.averaged
+    parts["optimizer"] = per_parameter * parameters / n
     parts["optimizer"] -= ((4 if setting.narrow else 8) - setting.momentum) * matrices / n
     return parts
 

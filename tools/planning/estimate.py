@@ -87,9 +87,12 @@ def memory(
     state, graphs = config.precision.optimizer_state, config.parallel.cuda_graph and layout.pipeline == 1
     muon = config.optimizer.muon
     momentum = {"fp32": 4, "bf16": 2}[muon.momentum_dtype] if config.optimizer.name == "muon" else 0
+    averaged = config.optimizer.ema_decay > 0
     stages = []
     for stage_layers, in_flight in layers_by_stage(layers, flops, config, layout):
-        setting = Setting(dtype, stage, replicas, steps, in_flight, overlap, released, state, graphs, momentum)
+        setting = Setting(
+            dtype, stage, replicas, steps, in_flight, overlap, released, state, graphs, momentum, averaged
+        )
         stages.append(step_bytes(stage_layers, setting))
     return max(stages, key=lambda parts: sum(parts.values()))
 

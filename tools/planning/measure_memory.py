@@ -6,7 +6,6 @@ import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
 from megatron_lite.planning.memory import GIB, Allocations
 from models.config import ModelConfig
+from models.language_model import example_batch
 from tools.loading.engine import build_engine
 from tools.planning.estimate import memory_of, read_config
 
@@ -100,19 +100,11 @@ def _idle_in_graphs() -> int:
 
 
 def _step(engine: Engine, config: Config[ModelConfig], grid: Grid) -> None:
+    batch = example_batch(config.model, config.batch.micro_batch_size, config.batch.sequence_length)
     generator = torch.Generator().manual_seed(grid.data_rank)
-    batches: list[dict[str, Any]] = []
-    for _ in range(config.batch.gradient_accumulation_steps):
-        shape = (config.batch.micro_batch_size, config.batch.sequence_length + 1)
-        tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
-        batches.append(
-            {
-                "tokens": tokens[:, :-1].contiguous(),
-                "labels": tokens[:, 1:].contiguous(),
-                "loss_weight": torch.ones(shape[0], shape[1] - 1),
-            }
-        )
-    engine.train_step(batches, lr=1e-4)
+    if not batch["tokens"].is_floating_point():
+        batch["tokens"] = torch.randint(config.model.vocab_size, batch["tokens"].shape, generator=generator)
+    engine.train_step([batch] * config.batch.gradient_accumulation_steps, lr=1e-4)
 
 
 def _largest(value: float, grid: Grid) -> float:

@@ -89,9 +89,19 @@ def test_wrong_estimate_exits_with_1(monkeypatch, capsys, estimated, ratio, off)
     assert f"off by {off}" in error
 
 
-@pytest.mark.parametrize(("state", "bytes_per_parameter"), [("fp32", 2 + 4 + 4 + 8), ("bf16", 2 + 4)])
-def test_optimizer_state_bytes_are_exact(state, bytes_per_parameter):
-    config = plan.read_config([*SMALL, "precision.dtype=bf16", f"precision.optimizer_state={state}"], 1)
+def test_image_classifier_with_an_average_of_its_weights_is_measured(capsys):
+    words = ["configs/model/lion_s_vit_tiny.yml", "data.images.train=-", "optimizer.lr=1e-3", "schedule.train_steps=1"]
+    words += ["model.vocab_size=10", "model.num_layers=2", "batch.global_batch_size=4", "batch.micro_batch_size=4"]
+    words += ["run.device=cpu", "precision.dtype=bf16", "optimizer.ema_decay=0.9"]
+    assert measure_memory.measure(words, [(1, "none"), (2, "none")]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("state", "bytes_per_parameter", "ema"), [("fp32", 2 + 4 + 4 + 8, 0), ("bf16", 2 + 4, 0), ("fp32", 18 + 4, 0.9)]
+)
+def test_optimizer_state_bytes_are_exact(state, bytes_per_parameter, ema):
+    words = ["precision.dtype=bf16", f"precision.optimizer_state={state}", f"optimizer.ema_decay={ema}"]
+    config = plan.read_config([*SMALL, *words], 1)
     grid = init_grid("cpu")
     with Allocations("cpu") as count:
         engine = build_engine(config, grid, "bf16")
@@ -242,6 +252,7 @@ def test_step_bytes_are_those_of_the_peak():
     assert step_bytes([layer] * 4, Setting("bf16", 1, 1))["gradients"] == 0
     assert step_bytes([layer] * 4, summed)["gradients"] == 1600
     assert step_bytes([light], Setting("bf16", 1, 4))["optimizer"] == 3000
+    assert step_bytes([light], Setting("bf16", 1, 4, averaged=True))["optimizer"] == 4000
     narrow = step_bytes([light], Setting("bf16", 1, 1, optimizer_state="bf16"))
     assert (narrow["weights"], narrow["gradients"], narrow["optimizer"]) == (2000, 2000, 4000)
     copied = Setting("bf16", 2, 1, optimizer_state="bf16")
