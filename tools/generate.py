@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_sampling(options.temperature, options.top_k, options.top_p)
     prompts = _prompts(options)
     located = locate_checkpoint(options.checkpoint, device=options.device, dtype=options.dtype)
+    located.refuse_images()
     if located.model.bidirectional_mixers():
         raise ValueError(
             f"{located.checkpoint} is a masked model: it reads both sides of a token and continues no text; "

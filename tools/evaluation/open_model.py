@@ -70,7 +70,9 @@ def locate_model(request: EvaluationRequest) -> LocatedCheckpoint | None:
 
     name = request.checkpoint
     if not is_huggingface(name):
-        return locate_checkpoint(name, device=request.device, dtype=request.dtype)
+        located = locate_checkpoint(name, device=request.device, dtype=request.dtype)
+        located.refuse_images()
+        return located
     device_of(request.device)
     if Path(name).is_dir():
         check_folder(Path(name))

@@ -79,6 +79,7 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
     kinds: dict[str, Path] = {}
     located = {run: locate_checkpoint(run, device=options.device, dtype=options.dtype) for run in runs}
     for run, checkpoint in located.items():
+        checkpoint.refuse_images()
         kinds.setdefault("masked" if checkpoint.model.bidirectional_mixers() else "causal", run)
         if len(kinds) > 1:
             models = " and ".join(f"{path} is a {kind} model" for kind, path in kinds.items())

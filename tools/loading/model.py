@@ -80,13 +80,17 @@ class LocatedCheckpoint:
         return run_folder(self.checkpoint, self.config)
 
     def read_tokenizer(self) -> Tokenizer:
-        """Return the run's tokenizer. Raises as `tools.loading.tokenizer.read_tokenizer`, ValueError for an image classifier."""
+        """Return the run's tokenizer. Raises as `tools.loading.tokenizer.read_tokenizer` and `refuse_images`."""
+        self.refuse_images()
+        return read_tokenizer(self.run, self.config, self.manifest)
+
+    def refuse_images(self) -> None:
+        """Raise ValueError for an image classifier."""
         if self.model.image_size is not None:
             raise ValueError(
-                f"{self.checkpoint} is an image classifier, and this command reads text; for other images use its export "
-                "(python -m tools.convert_hf export)"
+                f"{self.checkpoint} is an image classifier, and this command reads text; python -m tools.image_sizes measures "
+                "it, and its export classifies other images (python -m tools.convert_hf export)"
             )
-        return read_tokenizer(self.run, self.config, self.manifest)
 
 
 def locate_checkpoint(path: Path | str, *, device: str = "auto", dtype: str = "auto") -> LocatedCheckpoint:
