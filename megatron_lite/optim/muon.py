@@ -160,19 +160,31 @@ def orthogonalize(x: Tensor, *, scale: float = 1.0) -> Tensor:
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=accumulation)
     x = x.div_(norms.clamp_min(torch.finfo(torch.float32).tiny).to(x.dtype))
     for factor in [1.0] * (STEPS - 1) + [scale]:
-        gram = symmetric(x)
-        polynomial = symmetric(gram, alpha=c, beta=b)
-        x = torch.baddbmm(x, polynomial, x, beta=a * factor, alpha=factor)
+        gram = gram_matrices(x)
+        # With a on the diagonal, X <- (a + b A + c A^2) X is one matmul that neither reads nor copies a second operand.
+        x = polynomial(gram, a * factor, b * factor, c * factor) @ x
     return x
 
 
-def symmetric(x: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """Return alpha X X^T + beta X of matrices [batch, m, n]. With beta, X is symmetric."""
-    if uses_kernel(x):
-        from megatron_lite.optim.symmetric_matmul import symmetric_matmul
+def gram_matrices(x: Tensor) -> Tensor:
+    """Return X X^T of matrices [batch, m, n]."""
+    return symmetric_matmul(x) if uses_kernel(x) else x @ x.mT
 
-        return symmetric_matmul(x, alpha=alpha, beta=beta)
-    return torch.baddbmm(x, x, x.mT, beta=beta, alpha=alpha) if beta else x @ x.mT
+
+def polynomial(gram: Tensor, a: float, b: float, c: float) -> Tensor:
+    """Return a I + b A + c A^2 of symmetric matrices A [batch, m, m]."""
+    if uses_kernel(gram):
+        return symmetric_matmul(gram, alpha=c, beta=b, diagonal=a)
+    out = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    out.diagonal(dim1=-2, dim2=-1).add_(a)
+    return out
+
+
+def symmetric_matmul(x: Tensor, **factors: float) -> Tensor:
+    """Call the kernel, which imports Triton."""
+    from megatron_lite.optim.symmetric_matmul import symmetric_matmul as kernel
+
+    return kernel(x, **factors)
 
 
 def uses_kernel(x: Tensor) -> bool:

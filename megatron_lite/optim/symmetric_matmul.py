@@ -1,4 +1,4 @@
-"""The symmetric matmul alpha X X^T + beta X of a batch of matrices as a Triton kernel that computes the lower half only.
+"""The symmetric matmul alpha X X^T + beta X + diagonal I of a batch of matrices as a Triton kernel that computes the lower half only.
 
 Newton-Schulz steps consist of such matmuls: the Gram matrix, and its square, since a Gram matrix is symmetric. The kernel stores
 every tile and its transpose, so that it needs about half the FLOPs of a general matmul.
@@ -17,8 +17,8 @@ from torch import Tensor
 TILE = 128
 
 
-def symmetric_matmul(x: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """Return alpha X X^T + beta X, [batch, m, m], accumulated in float32.
+def symmetric_matmul(x: Tensor, *, alpha: float = 1.0, beta: float = 0.0, diagonal: float = 0.0) -> Tensor:
+    """Return alpha X X^T + beta X + diagonal I, [batch, m, m], accumulated in float32.
 
     Args:
         x: [batch, m, n], contiguous, 16-bit; with beta m = n, and X is symmetric.
@@ -32,13 +32,14 @@ def symmetric_matmul(x: Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> Ten
         out,
         alpha,
         beta,
+        diagonal,
         ROWS=rows,
         COLUMNS=columns,
         ADD=beta != 0.0,
         TILE=TILE,
         BLOCK=64,
         num_warps=8,
-        num_stages=4,
+        num_stages=3,
     )
     return out
 
@@ -49,6 +50,7 @@ def _symmetric_matmul(
     out,
     alpha,
     beta,
+    diagonal,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ADD: tl.constexpr,
@@ -83,6 +85,8 @@ def _symmetric_matmul(
     at = at_i[:, None] * ROWS + at_j[None, :]
     if ADD:
         total += beta * tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if i == j:
+        total += tl.where(at_i[:, None] == at_j[None, :], diagonal, 0.0)
     result = total.to(out.dtype.element_ty)
     tl.store(out + at, result, mask=inside)
     if i != j:
