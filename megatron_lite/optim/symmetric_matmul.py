@@ -1,4 +1,4 @@
-"""The symmetric matmul alpha X X^T + beta X + diagonal I of a batch of matrices as a Triton kernel that computes the lower half only.
+"""The symmetric matmul alpha X X^T + beta X + diagonal I of a batch of matrices, as a kernel that computes the lower half only.
 
 Newton-Schulz steps consist of such matmuls: the Gram matrix, and its square, since a Gram matrix is symmetric. The kernel stores
 every tile and its transpose, so that it needs about half the FLOPs of a general matmul.
