@@ -40,6 +40,9 @@ def build_optimizer(
         if filler_device is not None and not group:
             fillers.append(nn.Parameter(torch.zeros(1, device=filler_device)))
             group.append(fillers[-1])
+        # ZeRO stores a group in one buffer. cuBLAS and the kernels are slow at addresses that are no multiples of 16 bytes, so
+        # that tensors of other sizes, such as one decay per head, come last.
+        group.sort(key=lambda parameter: parameter.numel() % 8 != 0)
     groups = [
         {"params": params, "weight_decay": value, "muon": params is matrices}
         for params, value in ((matrices, weight_decay), (decay, weight_decay), (exempt, 0.0))
