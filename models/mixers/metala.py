@@ -76,7 +76,7 @@ class MetaLA(nn.Module):
     state_size: ClassVar[str] = "d^2 / (2 heads) float32 and (kernel - 1) d"
     supports_context_parallel: ClassVar[bool] = True
     project_inputs_is_entry: ClassVar[bool] = True
-    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "gate_proj", "out_proj")
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "replicated",
         "q_proj": "column",

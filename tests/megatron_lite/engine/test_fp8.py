@@ -54,8 +54,8 @@ def test_resume_is_bit_exact(build, tmp_path, dtype, state):
 def test_summary_names_the_projections_in_fp8_and_the_others(build):
     engine = build(model_config(intermediate_size=152), precision={"fp8": {"recipe": "rowwise", "format": "hybrid"}})
     assert engine.fp8_summary == (
-        "FP8 (rowwise, hybrid) in 2 of 2 blocks: mixer.q_proj, mixer.v_proj, mixer.out_proj; in fp32: mixer.a_proj, "
-        "mixer.gate_proj (not declared for FP8); mlp.gate_proj, mlp.up_proj (64 x 152 per rank is no multiple of 16); "
+        "FP8 (rowwise, hybrid) in 2 of 2 blocks: mixer.q_proj, mixer.v_proj, mixer.gate_proj, mixer.out_proj; in fp32: "
+        "mixer.a_proj (not declared for FP8); mlp.gate_proj, mlp.up_proj (64 x 152 per rank is no multiple of 16); "
         "mlp.down_proj (152 x 64 per rank is no multiple of 16)"
     )
     assert build(model_config()).fp8_summary == ""
@@ -76,8 +76,9 @@ def test_every_mixer_declares_projections_without_gates_and_decays(mixer):
     in_mixer = [name.removeprefix("mixer.") for name in selected if name.startswith("mixer.")]
     assert "out_proj" in in_mixer
     assert set(in_mixer) <= set(type(block.mixer).fp8_projections)
-    others = ("a_proj", "b_proj", "dt_proj", "eta_proj", "f_proj", "gate_proj", "input_proj", "w_proj")
+    others = ("a_proj", "b_proj", "dt_proj", "eta_proj", "f_proj", "input_proj", "w_proj")
     assert not set(in_mixer) & set(others)
+    assert ("gate_proj" in in_mixer) == (mixer == "metala")  # measured: its loss in FP8 is that in bf16
     assert not [name for name in in_mixer if name.endswith(("_down", "_up")) or "decay" in name]
     assert {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"} <= set(selected)
 
