@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_lite.fp8.rowwise import Recipe
 from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
 from models.config import ModelConfig
 from models.language_model import LanguageModel
@@ -32,7 +31,7 @@ def train(
     min_ratio: float = 0.1,
     device: str = "cpu",
     accuracies: list[float] | None = None,
-    fp8: Recipe | None = None,
+    fp8: bool = False,
     muon: bool = False,
     per_head: bool = False,
 ) -> list[tuple[float, float]]:
@@ -41,15 +40,14 @@ def train(
     The learning rate has a linear warmup, then a cosine decay to min_ratio * lr at step `total`.
 
     accuracies: receives per step the share of the loss weight on correctly predicted tokens.
-    fp8: of the blocks' projections, one by one.
+    fp8: in the blocks' projections that allow it.
     muon: the matrices of the blocks' linear layers by Muon, in float64.
     per_head: with Muon, queries, keys and values head by head.
     """
     with torch.device(device):
         model = LanguageModel(config, seed=seed)
-    if fp8 is not None:
-        names = select_projections(model, 1)[0]
-        use_fp8(model, names, fp8)
+    if fp8:
+        use_fp8(model, select_projections(model, 1)[0])
     decay, exempt, matrices = [], [], []
     linears = {id(module.weight) for module in model.blocks.modules() if isinstance(module, torch.nn.Linear)}
     for name, parameter in model.named_parameters():

@@ -13,14 +13,10 @@ from megatron_lite.config.section import Section, Steps
 class Fp8Config(Section):
     """FP8 matmuls of the blocks' projections. Embedding, head, gates, decays, norms and recurrences keep their precision."""
 
-    recipe: Literal["none", "rowwise", "rowwise_with_gw_hp"] = Field(
+    recipe: Literal["none", "rowwise"] = Field(
         default="none",
-        description="rowwise: output, input gradient and weight gradient in FP8, with one scale per row and no amax history. "
-        "rowwise_with_gw_hp: the weight gradient in `precision.dtype`. CUDA needs compute capability 9.0 (Hopper) and bf16. "
-        "A CPU computes the same numbers in float32, slowly.",
-    )
-    format: Literal["e4m3", "hybrid"] = Field(
-        default="e4m3", description="e4m3: all operands. hybrid: output gradients in e5m2, everything else in e4m3."
+        description="rowwise: output, input gradient and weight gradient in FP8 (e4m3), with one scale per row and no amax "
+        "history. CUDA needs compute capability 9.0 (Hopper) and bf16. A CPU computes the same numbers in float32, slowly.",
     )
     num_layers_at_start_in_bf16: Steps = Field(default=0, description="First blocks without FP8.")
     num_layers_at_end_in_bf16: Steps = Field(default=0, description="Last blocks without FP8.")

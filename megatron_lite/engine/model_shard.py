@@ -11,7 +11,7 @@ from torch import nn
 from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.parallelize import shard_and_fuse
-from megatron_lite.engine.precision import fp8_recipe
+from megatron_lite.engine.precision import is_fp8_layer
 from megatron_lite.optim.param_groups import head_dim_of, parameter_kind
 from megatron_lite.optim.zero_state import ShardedParameter
 from megatron_lite.parallel.grid import Grid
@@ -81,7 +81,7 @@ class ModelShard:
         for index in range(self.bounds[grid.pipe_rank], self.bounds[grid.pipe_rank + 1]):
             with grid.device:
                 self.layers[index] = build_layer(specs[index], index, seed)
-            shard_and_fuse(self.layers[index], self.tensor, parallel, fp8_recipe(fp8, index, len(specs)))
+            shard_and_fuse(self.layers[index], self.tensor, parallel, is_fp8_layer(fp8, index, len(specs)))
         self._by_name = {specs[index].name: layer for index, layer in self.layers.items()}
         self.tied = {spec.name: spec.tied_to for spec in specs if spec.tied_to is not None}
         for name, tied_to in self.tied.items():

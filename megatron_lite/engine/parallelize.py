@@ -27,7 +27,6 @@ from megatron_lite.engine.activation_checkpointing import checkpointed
 from megatron_lite.engine.cuda_graph import GraphedBlocks
 from megatron_lite.engine.sequential import chain
 from megatron_lite.engine.tensor_overlap import MicroBatchOverlap, overlap_parts
-from megatron_lite.fp8.rowwise import Recipe
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
 from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
 from megatron_lite.parallel.fused_projections import fuse_projections
@@ -36,21 +35,18 @@ from megatron_lite.parallel.tensor_parallel import TensorGroup, shard_layer
 Call = Callable[..., Tensor]
 
 
-def shard_and_fuse(
-    layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig, recipe: Recipe | None = None
-) -> None:
+def shard_and_fuse(layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig, fp8: bool = False) -> None:
     """Shard a full-width layer in place over the tensor-parallel group, and fuse its projections where that is possible.
 
-    recipe: of the projections that run in FP8; None for none.
+    fp8: whether the projections that allow it run in FP8.
 
     Raises:
         ValueError: as `shard_layer`.
     """
-    names = [] if recipe is None else select_projections(layer, 1 if tensor is None else tensor.count)[0]
+    names = select_projections(layer, 1 if tensor is None else tensor.count)[0] if fp8 else []
     if tensor is not None:
         shard_layer(layer, tensor)
-    if recipe is not None:
-        use_fp8(layer, names, recipe)
+    use_fp8(layer, names, tensor)
     # ZeRO 3 gathers the weights of a module when it is called, and torch.compile fuses by itself.
     if parallel.zero_stage < 3 and not parallel.compile:
         fuse_projections(layer, tensor)

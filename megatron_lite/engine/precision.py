@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from megatron_lite.config.fp8_schema import Fp8Config
-from megatron_lite.fp8.rowwise import Recipe
 from megatron_lite.parallel.fp8_projections import select_projections
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -36,12 +35,9 @@ def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:
     return "bf16" if seconds["bf16"] < 0.7 * seconds["fp32"] else "fp32"
 
 
-def fp8_recipe(fp8: Fp8Config, index: int, count: int) -> Recipe | None:
-    """Return the recipe of layer `index` of `count`; None without FP8. The first layer is the embedding, the last the head."""
-    if not 0 < index < count - 1 or not fp8.covers(index - 1, count - 2):
-        return None
-    gradient_dtype = torch.float8_e5m2 if fp8.format == "hybrid" else torch.float8_e4m3fn
-    return Recipe(fp8.recipe == "rowwise", gradient_dtype)
+def is_fp8_layer(fp8: Fp8Config, index: int, count: int) -> bool:
+    """Return whether layer `index` of `count` multiplies in FP8. The first layer is the embedding, the last the head."""
+    return 0 < index < count - 1 and fp8.covers(index - 1, count - 2)
 
 
 def fp8_summary(fp8: Fp8Config, layers: Sequence[nn.Module], ranks: int, dtype: str) -> str:
@@ -54,7 +50,7 @@ def fp8_summary(fp8: Fp8Config, layers: Sequence[nn.Module], ranks: int, dtype: 
     selected: dict[str, None] = {}
     others: dict[str, list[str]] = {}
     for index, layer in enumerate(layers):
-        if fp8_recipe(fp8, index, len(layers)) is None:
+        if not is_fp8_layer(fp8, index, len(layers)):
             continue
         names, reasons = select_projections(layer, ranks)
         selected |= dict.fromkeys(names)
@@ -68,6 +64,6 @@ def fp8_summary(fp8: Fp8Config, layers: Sequence[nn.Module], ranks: int, dtype: 
         raise ValueError(
             f"precision.fp8.recipe = {fp8.recipe}: no projection of this model can run in FP8: {rest}. Set recipe=none"
         )
-    blocks = sum(fp8_recipe(fp8, index, len(layers)) is not None for index in range(len(layers)))
-    line = f"FP8 ({fp8.recipe}, {fp8.format}) in {blocks} of {len(layers) - 2} blocks: {', '.join(selected)}"
+    blocks = sum(is_fp8_layer(fp8, index, len(layers)) for index in range(len(layers)))
+    line = f"FP8 ({fp8.recipe}) in {blocks} of {len(layers) - 2} blocks: {', '.join(selected)}"
     return f"{line}; in {dtype}: {rest}" if rest else line

@@ -1,15 +1,19 @@
 """FP8 matmuls with one scale per row of each operand (rowwise scaling, as torchao's recipes of that name).
 
-| matmul          | result   | left operand, scale per     | right operand, scale per  |
-|-----------------|----------|-----------------------------|---------------------------|
-| forward         | y = x w' | x [tokens, in], token       | w [out, in], output       |
-| input gradient  | dx = dy w| dy [tokens, out], token     | w' [in, out], input       |
-| weight gradient | dw = dy'x| dy' [out, tokens], output   | x' [in, tokens], input    |
+| matmul          | result    | left operand                            | right operand          |
+|-----------------|-----------|-----------------------------------------|------------------------|
+| forward         | y = x w'  | x [tokens, in], scale per token         | w, scale per output    |
+| input gradient  | dx = dy w | dy [tokens, out], scale per token       | w' [in, out], one scale|
+| weight gradient | dw = dy'x | dy' [out, tokens], one scale            | x' [in, tokens], scale 1 |
 
-A scale follows from the row alone, so there is no amax history. Scales are powers of two: quantisation rounds the mantissa to
-the same bits with every scale, unless the number is below 2^-13 of the row's largest. A shard of a row has its own scale and
-therefore the same numbers, except that those small ones may differ by 2^-16 of the largest. So no rank exchanges a scale, and
-every layout computes the same matmul.
+Each tensor is quantised once, along its rows. Hopper's FP8 matmuls read both operands along the sum, so the gradients need
+transposed copies. These are made of the FP8 numbers (`transposed`). A scale inside of the sum moves into one operand: the scales
+of w into w', those of dy and x into dy'. They are powers of two, so that this changes exponents and rounds no mantissa again.
+
+A scale follows from the row alone, so there is no amax history. Quantisation rounds the mantissa to the same bits with every
+scale, unless the number is below 2^-13 of the row's largest, or 2^-15 of the largest of a transposed copy. A shard has its own
+scales and therefore the same numbers, except those small ones. So no rank exchanges a scale, and every layout computes the same
+matmul.
 
 On CUDA `torch._scaled_mm` multiplies, and Triton kernels quantise (`kernels.py`). On a CPU the operands are dequantised and
 multiplied in float32, which is the reference.
@@ -18,7 +22,7 @@ multiplied in float32, which is the reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,21 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 16  # `torch._scaled_mm` takes widths that are multiples of it
-_EXPONENTS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # of the largest number, 1.75 * 2^exponent
+FORMAT = torch.float8_e4m3fn
+_EXPONENT = 8  # of the largest number, 1.75 * 2^8
 _SMALLEST = 2.0**-100  # smaller rows count as this: the reciprocal of a scale stays finite
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Which matmuls of a linear layer run in FP8, besides the forward one and the input gradient.
-
-    Attributes:
-        weight_gradient: the weight gradient runs in FP8 too.
-        gradient_dtype: number format of the output gradients; everything else is e4m3.
-    """
-
-    weight_gradient: bool
-    gradient_dtype: torch.dtype
+_SMALLEST_COMMON = 2.0**-126
 
 
 class Quantized(NamedTuple):
@@ -50,52 +43,88 @@ class Quantized(NamedTuple):
     scale: Tensor
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Quantized:
-    """Return x [rows, columns] with one scale per row. A row that is not finite becomes NaN."""
-    if x.is_cpu:
-        scale = _scale(x.abs().amax(1, keepdim=True), dtype)
-        return Quantized((x.float() * scale.reciprocal()).to(dtype), scale)
-    quantized = _empty(x, x.shape, dtype)
-    if x.is_cuda:
-        from megatron_lite.fp8 import kernels
+def quantize_rows(*parts: Tensor) -> Quantized:
+    """Return torch.cat(parts, 1) [rows, columns] with one scale per row. A row that is not finite becomes NaN.
 
-        kernels.quantize_rows(_with_unit_stride(x), *quantized, _EXPONENTS[dtype])
-    return quantized
-
-
-def quantize_columns(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Quantized:
-    """Return the transpose of x [rows, columns] with one scale per column of x.
-
-    Hopper's FP8 matmuls read both operands along the sum, so the weight gradient needs transposed copies. Zeros fill the rows
-    of x up to a multiple of 16.
+    parts: at most two, with adjacent elements in a row.
     """
-    padding = -len(x) % ALIGNMENT
-    if x.is_cpu:
-        scale = _scale(x.abs().amax(0), dtype)
-        data = F.pad((x.float() * scale.reciprocal()).to(dtype).t(), (0, padding))
-        return Quantized(data.contiguous(), scale.unsqueeze(1))
-    quantized = _empty(x, (x.shape[1], len(x) + padding), dtype)
-    if x.is_cuda:
-        from megatron_lite.fp8 import kernels
-
-        kernels.quantize_columns(_with_unit_stride(x), *quantized, _EXPONENTS[dtype])
+    first = parts[0]
+    quantized = empty(first, len(first), sum(x.shape[1] for x in parts))
+    write_rows(quantized, *parts)
     return quantized
 
 
-def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Return a b' [rows of a, rows of b] in `dtype`; a and b have equal columns.
+def quantize_stacked(matrices: Sequence[Tensor]) -> Quantized:
+    """Return torch.cat(matrices) with one scale per row."""
+    quantized = empty(matrices[0], sum(len(x) for x in matrices), matrices[0].shape[1])
+    start = 0
+    for matrix in matrices:
+        write_rows(Quantized(*(x[start : start + len(matrix)] for x in quantized)), matrix)
+        start += len(matrix)
+    return quantized
+
+
+def empty(like: Tensor, rows: int, columns: int) -> Quantized:
+    """Return a matrix without values on the device of `like`."""
+    return Quantized(like.new_empty((rows, columns), dtype=FORMAT), like.new_empty((rows, 1), dtype=torch.float32))
+
+
+def write_rows(out: Quantized, *parts: Tensor) -> None:
+    """Write torch.cat(parts, 1) to `out`. A row that is not finite becomes NaN."""
+    if out.data.is_cuda:
+        from megatron_lite.fp8 import kernels
+
+        kernels.quantize_rows(out.data, out.scale, *(x if x.stride(1) == 1 else x.contiguous() for x in parts))
+    elif out.data.is_cpu:
+        x = torch.cat(parts, 1).float()
+        out.scale.copy_(_scale(x.abs().amax(1, keepdim=True)))
+        out.data.copy_((x * out.scale.reciprocal()).to(FORMAT))
+
+
+def transposed(x: Quantized, others: Tensor | None = None) -> Quantized:
+    """Return x' with one scale: each row of x takes its scale as exponents, divided by the largest of all.
+
+    others: [rows, 1], powers of two that multiply the rows of x too. Zeros fill the rows of x up to a multiple of 16.
+    """
+    data, scale = x
+    columns = data.shape[1]
+    if data.is_cpu:
+        factors = scale if others is None else scale * others
+        common = factors.amax().clamp(min=_SMALLEST_COMMON)
+        scaled = (data.float() * (factors / common)).to(FORMAT)
+        return Quantized(_transposed(scaled), common.repeat(columns, 1))
+    common, shares = scale.new_empty((columns, 1)), torch.empty_like(scale)
+    if data.is_cuda:
+        from megatron_lite.fp8 import kernels
+
+        kernels.common_scale(scale, others, common, shares)
+    return Quantized(_transposed(data, shares), common)
+
+
+def transposed_data(x: Quantized) -> Quantized:
+    """Return the transpose of x.data as a matrix with scale 1. `transposed` of the other operand takes the scales of x."""
+    columns = x.data.shape[1]
+    ones = torch.ones(columns, 1) if x.data.is_cpu else _ones(columns, x.data.device)
+    return Quantized(_transposed(x.data), ones)
+
+
+def scaled_matmul(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+) -> Tensor:
+    """Return a b' + bias [rows of a, rows of b] in `dtype`; a and b have equal columns, bias [rows of b].
 
     fast: Hopper's tensor cores add partial sums with fewer bits ("fast accumulation").
     """
     if a.data.is_cpu:
-        return torch.mm(dequantized(a), dequantized(b).t()).to(dtype)
-    return scaled_mm(a, b, dtype, fast=fast)
+        y = torch.mm(dequantized(a), dequantized(b).t()).to(dtype)
+        return y if bias is None else y + bias
+    return scaled_mm(a, b, dtype, bias, fast=fast)
 
 
-def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> Tensor:
+def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool) -> Tensor:
     """Compute `scaled_matmul` with `torch._scaled_mm`."""
     return torch._scaled_mm(
-        a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=fast
+        a.data, b.data.t(), bias=bias, scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=fast
     )
 
 
@@ -104,29 +133,37 @@ def dequantized(x: Quantized) -> Tensor:
     return x.data.float() * x.scale
 
 
-def input_gradient(recipe: Recipe, gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return gradient [tokens, out] times weight [out, in], in FP8."""
-    return scaled_matmul(quantize_rows(gradient, recipe.gradient_dtype), quantize_columns(weight), gradient.dtype)
+def input_gradient(gradient: Quantized, weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return gradient [tokens, out] times weight [out, in]."""
+    return scaled_matmul(gradient, transposed(weight), dtype)
 
 
-def weight_gradient(recipe: Recipe, gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the transpose of gradient [tokens, out] times x [tokens, in], in FP8 if the recipe says so."""
-    if not recipe.weight_gradient:
-        return torch.mm(gradient.t(), x)
-    return scaled_matmul(quantize_columns(gradient, recipe.gradient_dtype), quantize_columns(x), gradient.dtype)
+def weight_gradient(gradient: Quantized, x: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return the transpose of gradient [tokens, out] times x [tokens, in]."""
+    return scaled_matmul(transposed(gradient, x.scale), transposed_data(x), dtype)
 
 
-def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the smallest powers of two, float32, that bring `largest` into the range of `dtype`; NaN if it is not finite."""
-    bits = largest.float().clamp(min=_SMALLEST).view(torch.int32)
+def _scale(largest: Tensor) -> Tensor:
+    """Return the smallest powers of two, float32, that bring `largest` into the range of FP8; NaN if it is not finite."""
+    bits = largest.clamp(min=_SMALLEST).view(torch.int32)
     # A mantissa above 1.75 carries into the exponent.
-    power = ((bits + 0x1FFFFF) & 0x7F800000) - (_EXPONENTS[dtype] << 23)
+    power = ((bits + 0x1FFFFF) & 0x7F800000) - (_EXPONENT << 23)
     return power.view(torch.float32).where(largest.isfinite(), torch.nan)
 
 
-def _empty(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Quantized:
-    return Quantized(x.new_empty(shape, dtype=dtype), x.new_empty((shape[0], 1), dtype=torch.float32))
+def _transposed(data: Tensor, shares: Tensor | None = None) -> Tensor:
+    """Return the transpose [columns, rows and zeros up to a multiple of 16] of data, whose rows `shares` multiplies."""
+    padding = -len(data) % ALIGNMENT
+    if data.is_cpu:
+        return F.pad(data.view(torch.uint8).t(), (0, padding)).contiguous().view(FORMAT)
+    out = data.new_empty((data.shape[1], len(data) + padding))
+    if data.is_cuda:
+        from megatron_lite.fp8 import kernels
+
+        kernels.transpose(data, shares, out)
+    return out
 
 
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
+@lru_cache(64)
+def _ones(rows: int, device: torch.device) -> Tensor:
+    return torch.ones((rows, 1), device=device)

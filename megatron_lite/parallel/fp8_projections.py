@@ -5,23 +5,24 @@ A module names its projections that may run in FP8 in `fp8_projections`. Those o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.fp8.rowwise import ALIGNMENT, Recipe
+from megatron_lite.fp8.rowwise import ALIGNMENT
+from megatron_lite.parallel.fp8_mlp import fuse_mlp
 from megatron_lite.parallel.fused_projections import fp8_linear
 from megatron_lite.parallel.sharding_plan import shard_of, sharding_specs
+from megatron_lite.parallel.tensor_parallel import TensorGroup
 
 
 class _Linear(nn.Linear):
-    fp8_recipe: Recipe  # also read by fused projections, which do not call the linear
+    in_fp8 = True  # also read by fused projections, which do not call the linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return fp8_linear(x, self.weight, self.bias, recipe=self.fp8_recipe)
+        return fp8_linear(x, self.weight, self.bias)
 
 
 def select_projections(layer: nn.Module, ranks: int) -> tuple[list[str], dict[str, str]]:
@@ -49,15 +50,20 @@ def select_projections(layer: nn.Module, ranks: int) -> tuple[list[str], dict[st
     return selected, others
 
 
-def use_fp8(layer: nn.Module, names: Iterable[str], recipe: Recipe) -> None:
-    """Let the named linears of a sharded layer multiply in FP8. Parameters and their names do not change."""
+def use_fp8(layer: nn.Module, names: Collection[str], tensor: TensorGroup | None = None) -> None:
+    """Let the named linears of a sharded layer multiply in FP8. Parameters and their names do not change.
+
+    tensor: the group over which the layer is sharded.
+    """
     for name in names:
         linear: Any = layer.get_submodule(name)
         if isinstance(linear, nn.Linear):
             linear.__class__ = _Linear
-            linear.fp8_recipe = recipe  # type: ignore[assignment]
         else:  # a row linear of tensor parallelism
-            linear.matmul = partial(fp8_linear, recipe=recipe)
+            linear.matmul = fp8_linear
+    for owner, module in layer.named_modules():
+        if all(f"{owner}.{local}".lstrip(".") in names for local in ("gate_proj", "up_proj", "down_proj")):
+            fuse_mlp(module, tensor)
 
 
 def check_device(device: torch.device, dtype: str, recipe: str) -> None:

@@ -3,7 +3,7 @@
 A module that applies several linears to one tensor calls its attribute `project_inputs(x, linears)`. The default applies them
 one after the other. Here the matmuls accumulate the gradient of x, without a separate addition for each. Under tensor
 parallelism the all-reduce of that gradient overlaps with the gradients of the weights (Shoeybi et al. 2019, arXiv 1909.08053;
-the asynchronous gradient all-reduce of Megatron-LM's linears). A linear with the attribute `fp8_recipe` multiplies in FP8.
+the asynchronous gradient all-reduce of Megatron-LM's linears). A linear with a true attribute `in_fp8` multiplies in FP8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_lite.fp8.rowwise import Recipe, input_gradient, quantize_rows, scaled_matmul, weight_gradient
+from megatron_lite.fp8.rowwise import (
+    Quantized,
+    input_gradient,
+    quantize_rows,
+    quantize_stacked,
+    scaled_matmul,
+    weight_gradient,
+)
 
 if TYPE_CHECKING:
     from megatron_lite.parallel.tensor_parallel import TensorGroup
@@ -47,16 +54,20 @@ def project_inputs(
     x: [..., in]. tensor: enter the tensor-parallel region here; with sequence parallelism x has entered it already.
     return_input: also return x, for one more matmul. Its gradient of x is accumulated in place and must not be read after.
     """
-    group = None if tensor is None or tensor.sequence else tensor.group
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
-    recipes = [getattr(linear, "fp8_recipe", None) for linear in linears]
-    return _FusedProjections.apply(x, group, return_input, recipes, *weights, *biases)
+    in_fp8 = [getattr(linear, "in_fp8", False) for linear in linears]
+    return _FusedProjections.apply(x, reduction_group(tensor), return_input, in_fp8, *weights, *biases)
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
+def reduction_group(tensor: TensorGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that sums the gradient of an input that enters the tensor-parallel region here."""
+    return None if tensor is None or tensor.sequence else tensor.group
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear` (x, weight, bias) with matmuls in FP8. x: [..., in]."""
-    return _FusedProjections.apply(x, None, False, [recipe], weight, bias)[0]
+    return _FusedProjections.apply(x, None, False, [True], weight, bias)[0]
 
 
 class _FusedProjections(torch.autograd.Function):
@@ -66,85 +77,102 @@ class _FusedProjections(torch.autograd.Function):
         x: Tensor,
         group: Any,
         return_input: bool,
-        recipes: Sequence[Recipe | None],
+        in_fp8: Sequence[bool],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        count = len(recipes)
+        count = len(in_fp8)
         weights: Any = parameters[:count]
         biases = parameters[count:]
-        ctx.save_for_backward(x, *weights)
-        ctx.group, ctx.recipes, ctx.biased = group, recipes, [bias is not None for bias in biases]
-        rows = quantize_rows(x.reshape(-1, x.shape[-1])) if any(recipes) else None
+        fp8 = [i for i in range(count) if in_fp8[i]]
+        plain = [i for i in range(count) if not in_fp8[i]]
+        outputs: list[Any] = [None] * count
         linear: Any = F.linear
-        outputs = []
-        for weight, bias, recipe in zip(weights, biases, recipes, strict=True):
-            if recipe is None:
-                outputs.append(linear(x, weight, bias))
-                continue
-            assert rows is not None
-            flat = scaled_matmul(rows, quantize_rows(weight), x.dtype, fast=True)
-            # Not a view, because tensor parallelism sums a row linear's output in place.
-            y = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], len(weight)))
-            outputs.append(y if bias is None else y + bias)
+        for i in plain:
+            outputs[i] = linear(x, weights[i], biases[i])
+        saved: list[Tensor] = [x, *(weights[i] for i in plain)] if plain else []
+        if fp8:
+            rows = quantize_rows(x.reshape(-1, x.shape[-1]))
+            stacked = quantize_stacked([weights[i] for i in fp8])
+            start = 0
+            for i in fp8:
+                end = start + len(weights[i])
+                flat = scaled_matmul(
+                    rows, Quantized(*(part[start:end] for part in stacked)), x.dtype, biases[i], fast=True
+                )
+                # Not a view, because tensor parallelism sums a row linear's output in place.
+                outputs[i] = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], end - start))
+                start = end
+            saved += [*rows, *stacked]
+        ctx.save_for_backward(*saved)
+        ctx.shape, ctx.group, ctx.fp8, ctx.plain = x.shape, group, fp8, plain
+        ctx.biased = [bias is not None for bias in biases]
         return (*outputs, *((x,) if return_input else ()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        saved, count = list(ctx.saved_tensors), len(ctx.biased)
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        rows = x.reshape(-1, x.shape[-1])
-        dx = flat.pop().contiguous() if len(flat) > len(weights) else None
-        matmuls = _matmuls(flat, weights, ctx.recipes)
-        for _, recipe, gradient, weight in matmuls:
-            if recipe is not None:
-                from_fp8 = input_gradient(recipe, gradient, weight)
-                dx = from_fp8 if dx is None else dx.add_(from_fp8)
-            else:
-                dx = torch.mm(gradient, weight) if dx is None else dx.addmm_(gradient, weight)
+        dx = flat.pop().contiguous() if len(flat) > count else None
+        if ctx.fp8:
+            stacked, rows = Quantized(*saved[-2:]), Quantized(*saved[-4:-2])
+            gradient = quantize_rows(*_at_most_two(_merged([flat[i] for i in ctx.fp8], 1)))
+            from_fp8 = input_gradient(gradient, stacked, flat[0].dtype)
+            dx = from_fp8 if dx is None else dx.add_(from_fp8)
+        matmuls = []
+        if ctx.plain:
+            x, *weights = saved[: 1 + len(ctx.plain)]
+            matmuls = _matmuls(ctx.plain, [flat[i] for i in ctx.plain], weights)
+            for _, of_matmul, weight in matmuls:
+                dx = torch.mm(of_matmul, weight) if dx is None else dx.addmm_(of_matmul, weight)
         assert dx is not None
         work = None if ctx.group is None else dist.all_reduce(dx, group=ctx.group, async_op=True)
-        of_weights: list[Tensor | None] = [None] * len(weights)
-        for indices, recipe, gradient, _ in matmuls:
-            whole = torch.mm(gradient.t(), rows) if recipe is None else weight_gradient(recipe, gradient, rows)
-            parts = whole.split([len(weights[i]) for i in indices]) if len(indices) > 1 else [whole]
-            for index, part in zip(indices, parts, strict=True):
-                of_weights[index] = part
-        of_biases = [_sum(x) if biased else None for x, biased in zip(flat, ctx.biased, strict=True)]
+        of_weights: list[Tensor | None] = [None] * count
+        for indices, of_matmul, _ in matmuls:
+            _assign(of_weights, indices, torch.mm(of_matmul.t(), x.reshape(-1, x.shape[-1])), flat)
+        if ctx.fp8:
+            _assign(of_weights, ctx.fp8, weight_gradient(gradient, rows, flat[0].dtype), flat)
+        of_biases = [_sum(y) if biased else None for y, biased in zip(flat, ctx.biased, strict=True)]
         if work is not None:
             work.wait()
-        return dx.view_as(x), None, None, None, *of_weights, *of_biases
+        return dx.view(ctx.shape), None, None, None, *of_weights, *of_biases
+
+
+def _assign(results: list[Tensor | None], indices: Sequence[int], whole: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Put the rows of `whole` at the indices: as many per index as its gradient has columns."""
+    parts = whole.split([gradients[i].shape[1] for i in indices]) if len(indices) > 1 else [whole]
+    for index, part in zip(indices, parts, strict=True):
+        results[index] = part
 
 
 def _matmuls(
-    gradients: Sequence[Tensor], weights: Sequence[Tensor], recipes: Sequence[Recipe | None]
-) -> list[tuple[list[int], Recipe | None, Tensor, Tensor]]:
-    """Return (indices of the linears, recipe, gradient, weight) of each matmul: fewer, larger matmuls run at a higher rate.
+    indices: list[int], gradients: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[tuple[list[int], Tensor, Tensor]]:
+    """Return (indices of the linears, gradient, weight) of each matmul: one if all are adjacent in memory, else one each."""
+    gradient, weight = _adjacent(gradients, 1), _adjacent(weights, 0)
+    if gradient is not None and weight is not None:
+        return [(indices, gradient, weight)]
+    return [([i], *pair) for i, *pair in zip(indices, gradients, weights, strict=True)]  # type: ignore[misc]
 
-    Linears in FP8 share one, because its operands are copied anyway. The others do if they are adjacent in memory.
-    """
-    matmuls: list[tuple[list[int], Recipe | None, Tensor, Tensor]] = []
-    for quantized in (True, False):
-        indices = [index for index, recipe in enumerate(recipes) if (recipe is not None) == quantized]
-        if not indices:
-            continue
-        several = [gradients[i] for i in indices], [weights[i] for i in indices]
-        gradient, weight = _adjacent(several[0], 1), _adjacent(several[1], 0)
-        if quantized and len(indices) > 1:
-            gradient = torch.cat(several[0], 1) if gradient is None else gradient
-            weight = torch.cat(several[1]) if weight is None else weight
-        if gradient is not None and weight is not None:
-            matmuls.append((indices, recipes[indices[0]], gradient, weight))
-        else:
-            matmuls += [([i], recipes[i], gradients[i], weights[i]) for i in indices]
-    return matmuls
+
+def _merged(matrices: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Return the matrices with neighbours that are adjacent in memory as one view."""
+    merged = [matrices[0]]
+    for x in matrices[1:]:
+        both = _adjacent((merged[-1], x), dim)
+        merged[-1:] = [merged[-1], x] if both is None else [both]
+    return merged
+
+
+def _at_most_two(matrices: list[Tensor]) -> list[Tensor]:
+    return matrices if len(matrices) < 3 else [torch.cat(matrices, 1)]
 
 
 def _adjacent(matrices: Sequence[Tensor], dim: int) -> Tensor | None:
     """Return torch.cat(matrices, dim) as a view if the matrices are adjacent in one storage, else None."""
     first, stride = matrices[0], matrices[0].stride()
     size = sum(x.shape[dim] for x in matrices)
-    if len(matrices) == 1 or stride[1] != 1 or (dim == 1 and stride[0] != size):
+    if len(matrices) == 1 or stride[1] != 1 or (dim == 1 and stride[0] < size):
         return None
     at, memory = first.storage_offset(), first.untyped_storage().data_ptr()
     for x in matrices:

@@ -124,7 +124,11 @@ class _RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # ZeRO 3 replaces `F.linear` after this module is built.
-        y = self._tensor.leave((self.matmul or F.linear)(x, self.weight))
+        return self.leave((self.matmul or F.linear)(x, self.weight))
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Return the layer's output for this process's result of the matmul."""
+        y = self._tensor.leave(y)
         return y if self.bias is None else y + self.bias
 
 

@@ -32,7 +32,8 @@ class GatedMLP(nn.Module):
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
         self.project_inputs: FusedProjections = apply_each
-        self._combine = swiglu if config.mlp == "swiglu" else partial(_recomputed_gate, _ACTIVATIONS[config.mlp])
+        self.is_swiglu = config.mlp == "swiglu"
+        self._combine = swiglu if self.is_swiglu else partial(_recomputed_gate, _ACTIVATIONS[config.mlp])
         self._flops = 6 * size * width
 
     def forward(self, x: Tensor) -> Tensor:

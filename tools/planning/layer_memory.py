@@ -15,7 +15,7 @@ from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
 from megatron_lite.engine.parallelize import shard_and_fuse
-from megatron_lite.engine.precision import fp8_recipe
+from megatron_lite.engine.precision import is_fp8_layer
 from megatron_lite.optim.param_groups import parameter_kind
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
 from megatron_lite.parallel.layout import Layout
@@ -70,12 +70,12 @@ def layer_costs(
             values = (
                 model.hidden_size * length // (layout.tensor * residual_length) if model.reads_values(index - 1) else 0
             )
-            recipe = None if fp8 is None else fp8_recipe(fp8, index, len(specs))
-            kind += f" {values} {recipe}"
+            in_fp8 = fp8 is not None and is_fp8_layer(fp8, index, len(specs))
+            kind += f" {values} {in_fp8}"
             if kind not in known:
                 with torch.device(device):
                     layer = build_layer(spec, index, None if device == "meta" else 0)
-                shard_and_fuse(layer, tensor, parallel, recipe)
+                shard_and_fuse(layer, tensor, parallel, in_fp8)
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, residual_length, model.hidden_size + values)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)

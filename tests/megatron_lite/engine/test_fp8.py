@@ -11,7 +11,7 @@ import torch
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config.fp8_schema import Fp8Config, fp8_problems
 from megatron_lite.config.schema import ParallelConfig, PrecisionConfig
-from megatron_lite.engine.precision import fp8_recipe, fp8_summary
+from megatron_lite.engine.precision import fp8_summary, is_fp8_layer
 from megatron_lite.parallel.fp8_projections import check_device, select_projections
 from models.language_model import build_layer, layer_specs
 from models.mixers import MIXERS
@@ -21,18 +21,14 @@ from tests.megatron_lite.engine.test_engine import run
 ROWWISE = {"fp8": {"recipe": "rowwise"}}
 
 
-def test_recipes_differ_and_recomputation_does_not(build):
-    """Compare two steps between the recipes, and between the modes of activation recomputation."""
+def test_fp8_differs_and_recomputation_does_not(build):
+    """Compare two steps with and without FP8, and between the modes of activation recomputation."""
     config, steps = model_config(("metala", "attention"), num_layers=4), batches(2)
-    results = {
-        recipe: run(build(config, precision={"fp8": {"recipe": recipe}}), steps)
-        for recipe in ("none", "rowwise", "rowwise_with_gw_hp")
-    }
-    assert len({result[1].loss for result in results.values()}) == 3
-    assert results["rowwise"][0].loss == results["rowwise_with_gw_hp"][0].loss  # the same forward pass
+    fp8 = run(build(config, precision=ROWWISE), steps)
+    assert fp8[1].loss != run(build(config), steps)[1].loss
     for mode in ("elementwise", "selective", "full"):
         engine = build(config, precision=ROWWISE, activation_checkpointing={"mode": mode})
-        assert run(engine, steps) == results["rowwise"], mode
+        assert run(engine, steps) == fp8, mode
 
 
 @pytest.mark.parametrize(("dtype", "state"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
@@ -52,9 +48,9 @@ def test_resume_is_bit_exact(build, tmp_path, dtype, state):
 
 
 def test_summary_names_the_projections_in_fp8_and_the_others(build):
-    engine = build(model_config(intermediate_size=152), precision={"fp8": {"recipe": "rowwise", "format": "hybrid"}})
+    engine = build(model_config(intermediate_size=152), precision=ROWWISE)
     assert engine.fp8_summary == (
-        "FP8 (rowwise, hybrid) in 2 of 2 blocks: mixer.q_proj, mixer.v_proj, mixer.gate_proj, mixer.out_proj; in fp32: "
+        "FP8 (rowwise) in 2 of 2 blocks: mixer.q_proj, mixer.v_proj, mixer.gate_proj, mixer.out_proj; in fp32: "
         "mixer.a_proj (not declared for FP8); mlp.gate_proj, mlp.up_proj (64 x 152 per rank is no multiple of 16); "
         "mlp.down_proj (152 x 64 per rank is no multiple of 16)"
     )
@@ -85,10 +81,10 @@ def test_every_mixer_declares_projections_without_gates_and_decays(mixer):
 
 def test_first_and_last_blocks_stay_in_bf16():
     fp8 = Fp8Config(recipe="rowwise", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
-    covered = [index for index in range(8) if fp8_recipe(fp8, index, 8) is not None]
+    covered = [index for index in range(8) if is_fp8_layer(fp8, index, 8)]
     assert covered == [2, 3, 4]  # of the layers: embedding, six blocks, head
-    assert not any(fp8_recipe(Fp8Config(), index, 8) for index in range(8))
-    assert fp8_summary(fp8, model_layers(num_layers=6), 1, "bf16").startswith("FP8 (rowwise, e4m3) in 3 of 6 blocks: ")
+    assert not any(is_fp8_layer(Fp8Config(), index, 8) for index in range(8))
+    assert fp8_summary(fp8, model_layers(num_layers=6), 1, "bf16").startswith("FP8 (rowwise) in 3 of 6 blocks: ")
 
 
 def test_config_without_a_block_in_fp8_is_refused():

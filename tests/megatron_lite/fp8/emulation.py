@@ -1,21 +1,34 @@
-"""FP8 rounding in float64 arithmetic, without torch's FP8 types."""
+"""Rounding to FP8 (e4m3) in float64 arithmetic, without torch's FP8 types."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Mantissa bits, exponent of the smallest normal number, largest number.
-FORMATS = {torch.float8_e4m3fn: (3, -6, 448.0), torch.float8_e5m2: (2, -14, 57344.0)}
+MANTISSA, SMALLEST_EXPONENT, LARGEST = 3, -6, 448.0
 
 
-def emulated(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """Return x [rows, columns] rounded to `dtype` with one power of two per row as scale, float64."""
-    mantissa, smallest, largest = FORMATS[dtype]
-    wide = x.double()
-    of_row = wide.abs().amax(1, keepdim=True)
-    scale = torch.exp2(torch.ceil(torch.log2(of_row / largest))).where(of_row > 0, 1.0)
-    scaled = wide / scale
-    exponent = torch.floor(torch.log2(scaled.abs())).clamp(min=smallest)
-    unit = torch.exp2(exponent - mantissa)
-    return torch.round(scaled / unit) * unit * scale
+def rounded(x: Tensor) -> Tensor:
+    """Return x, float64 and in range, rounded to e4m3."""
+    exponent = torch.floor(torch.log2(x.abs())).clamp(min=SMALLEST_EXPONENT)
+    unit = torch.exp2(exponent - MANTISSA)
+    return torch.round(x / unit) * unit
+
+
+def row_scales(x: Tensor) -> Tensor:
+    """Return the smallest powers of two [rows, 1] that bring the rows of x into range."""
+    largest = x.double().abs().amax(1, keepdim=True)
+    return torch.exp2(torch.ceil(torch.log2(largest / LARGEST))).where(largest > 0, 2.0**-108)
+
+
+def emulated(x: Tensor, others: Tensor | None = None) -> Tensor:
+    """Return x [rows, columns] rounded to FP8 with one scale per row, float64.
+
+    others: row factors; then as in a transposed copy with one scale, in which the rows have these factors too.
+    """
+    scale = row_scales(x)
+    data = rounded(x.double() / scale)
+    if others is None:
+        return data * scale
+    common = (scale * others).max()
+    return rounded(data * (scale * others / common)) * common / others

@@ -134,11 +134,9 @@ def costs(
     )
 
 
-def test_fp8_keeps_the_saved_activations_and_adds_quantised_copies():
+def test_fp8_saves_the_inputs_of_projections_in_8_bits():
     plain, fp8 = costs(), costs(fp8=Fp8Config(recipe="rowwise", num_layers_at_end_in_bf16=1))
-    assert fp8[1].saved == pytest.approx(plain[1].saved, rel=0.01)
-    assert fp8[1].forward > plain[1].forward
-    assert fp8[1].backward == pytest.approx(plain[1].backward, rel=0.01)
+    assert fp8[1].saved < plain[1].saved
     assert fp8[4].forward == pytest.approx(plain[4].forward, rel=0.01)  # the last block
 
 
