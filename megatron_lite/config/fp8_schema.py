@@ -11,7 +11,7 @@ from megatron_lite.config.section import Section, Steps
 
 
 class Fp8Config(Section):
-    """FP8 matmuls of the blocks' projections. Embedding, head, gates, decays, norms and recurrences keep their precision."""
+    """FP8 matmuls of the blocks' projections. Embedding, head, decays, norms and recurrences keep their precision."""
 
     recipe: Literal["none", "rowwise"] = Field(
         default="none",

@@ -1,6 +1,6 @@
 """FP8 projections, applied from outside to plain modules.
 
-A module names its projections that may run in FP8 in `fp8_projections`. Those of gates and decays are not among them.
+A module names its projections that may run in FP8 in `fp8_projections`. Those of decays and input gates are not among them.
 """
 
 from __future__ import annotations

@@ -25,6 +25,11 @@ from dataclasses import dataclass
 from megatron_lite.parallel.layout import Layout
 
 
+# The time of a matmul in FP8, with its quantisation, over that in bf16, with the rest of the step unchanged. Measured with
+# MetaLA 1.4B on an H200 (docs/results/training.md).
+FP8_TIME = 0.6
+
+
 @dataclass(frozen=True)
 class Links:
     """Bandwidth per process in bytes/s and one direction, with all processes sending.
@@ -59,6 +64,7 @@ class Workload:
         width: bytes per element sent.
         zero_stage: 1 to 3. recompute: full activation checkpointing.
         matrices: elements of the matrices that Muon updates; 0 with AdamW. muon_flops: of its Newton-Schulz steps.
+        fp8_flops_per_token: those of `flops_per_token` whose matmuls run in FP8.
     """
 
     parameters: int
@@ -75,6 +81,7 @@ class Workload:
     recompute: bool = False
     matrices: int = 0
     muon_flops: float = 0.0
+    fp8_flops_per_token: float = 0.0
 
 
 def volumes(work: Workload, layout: Layout, gpus: int) -> dict[str, float]:
@@ -108,15 +115,16 @@ def volumes(work: Workload, layout: Layout, gpus: int) -> dict[str, float]:
 def step_seconds(work: Workload, layout: Layout, gpus: int, flops: float, links: Links) -> dict[str, float]:
     """Return the seconds per step by part; their sum is the estimate.
 
-    Assumptions: computation runs at `flops` FLOP/s per GPU in every layout. Communication of tensor, context and pipeline
-    parallelism, ZeRO 1 and Muon does not overlap with it; communication of ZeRO 2 and 3 does. Newton-Schulz steps, which are
-    large matmuls, run at twice `flops`. Ranks are ordered tensor, context,
+    Assumptions: computation runs at `flops` FLOP/s per GPU in every layout, matmuls in FP8 in `FP8_TIME` of that time.
+    Communication of tensor, context and pipeline parallelism, ZeRO 1 and Muon does not overlap with it; communication of ZeRO 2
+    and 3 does. Newton-Schulz steps, which are large matmuls, run at twice `flops`. Ranks are ordered tensor, context,
     data, pipeline (grid.py). A group that spans machines runs at the bandwidth between machines.
     """
     sent = volumes(work, layout, gpus)
     data = gpus // layout.model_ranks
     micro_batches = work.global_batch_size / (data * work.micro_batch_size)
-    compute = work.flops_per_token * work.global_batch_size * work.sequence_length / gpus / flops
+    flops_per_token = work.flops_per_token - (1 - FP8_TIME) * work.fp8_flops_per_token
+    compute = flops_per_token * work.global_batch_size * work.sequence_length / gpus / flops
     layers = work.layers / layout.pipeline
 
     def speed(reach: int) -> tuple[float, float]:

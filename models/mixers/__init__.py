@@ -9,7 +9,7 @@ A mixer is an `nn.Module` with
 - state_size                    size of its decode state as text, for the documentation
 - tensor_parallel_plan          sharding spec of every parameter or submodule
 - parameter_kinds               optimizer kinds of parameters, see CONTRIBUTING.md
-- fp8_projections               linears that may multiply in FP8: not those of gates and decays (default: none)
+- fp8_projections               linears that may multiply in FP8: not those of decays and input gates (default: none)
 and, where the default does not hold,
 - check(config, options)        static: raises ValueError with the key if the shape cannot be built (default: no check)
 - sharded_sizes(config, options)    static: sizes besides the heads that tensor parallelism splits, by config key

@@ -58,14 +58,32 @@ def read_config_any_layout(words: Sequence[str], gpus: int) -> tuple[Config[Mode
 
 def layer_flops(config: Config[ModelConfig]) -> list[float]:
     """Return the forward FLOPs per token of each layer."""
+    from megatron_lite.planning.flops import forward_flops
+
+    return forward_flops(_meta_layers(config), config.batch.sequence_length, config.data.predicted_fraction)
+
+
+def _meta_layers(config: Config[ModelConfig]) -> list[Any]:
     import torch
 
-    from megatron_lite.planning.flops import forward_flops
     from models.language_model import build_layer, layer_specs
 
     with torch.device("meta"):
-        layers: list[Any] = [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(config.model))]
-    return forward_flops(layers, config.batch.sequence_length, config.data.predicted_fraction)
+        return [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(config.model))]
+
+
+def fp8_flops(config: Config[ModelConfig]) -> float:
+    """Return the training FLOPs per token that run in FP8 on one rank per tensor group."""
+    from megatron_lite.engine.precision import is_fp8_layer
+    from megatron_lite.parallel.fp8_projections import select_projections
+
+    fp8 = config.precision.fp8
+    if fp8.recipe == "none":
+        return 0.0
+    layers = _meta_layers(config)
+    covered = [layer for index, layer in enumerate(layers) if is_fp8_layer(fp8, index, len(layers))]
+    names = [(layer, name) for layer in covered for name in select_projections(layer, 1)[0]]
+    return 6.0 * sum(layer.get_submodule(name).weight.numel() for layer, name in names)
 
 
 def memory(
@@ -159,6 +177,7 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
         recompute=config.parallel.activation_checkpointing.mode == "full",
         matrices=sum(rows * columns for rows, columns in matrices),
         muon_flops=2 * STEPS * sum(newton_schulz_cost(*shape) for shape in matrices),
+        fp8_flops_per_token=fp8_flops(config),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lite.parallel.layout import Layout
-from megatron_lite.planning.communication_cost import Links, Workload, step_seconds, volumes
+from megatron_lite.planning.communication_cost import FP8_TIME, Links, Workload, step_seconds, volumes
 from megatron_lite.planning.memory import GIB
 from models.config import ModelConfig
 from models.language_model import LanguageModel
@@ -113,6 +113,20 @@ def test_step_seconds_of_compute_bubble_and_network():
     assert piped["bubble"] == pytest.approx(piped["compute"] * 3 / 128)
     inside, outside = (step_seconds(work(), Layout(tensor=t), t, 4e14, links)["tensor"] for t in (8, 16))
     assert outside > 5 * inside  # over the network
+
+
+def test_matmuls_in_fp8_take_their_measured_share_of_the_time():
+    words = ["configs/default.yml", "run.device=cpu", "model.vocab_size=512", "data.tokenizer.vocab_size=512"]
+    config = read_config([*words, "precision.dtype=bf16", "precision.fp8.recipe=rowwise"], 1)
+    found = workload(config, layer_flops(config), "bf16")
+    model = config.model
+    weights = 3 * model.hidden_size * model.mlp_width + round(
+        3.5 * model.hidden_size**2
+    )  # q, v, gate, output projection
+    assert found.fp8_flops_per_token == 6 * model.num_layers * weights
+    assert workload(read_config(words, 1), layer_flops(config), "bf16").fp8_flops_per_token == 0
+    alone = step_seconds(work(fp8_flops_per_token=5e9), Layout(), 1, 4e14, Links())
+    assert alone["compute"] == pytest.approx((1e9 + FP8_TIME * 5e9) * 512 * 2048 / 4e14)
 
 
 def test_decoding_cache_of_a_hybrid_counts_states_windows_and_all_keys():
