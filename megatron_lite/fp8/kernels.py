@@ -9,6 +9,9 @@ rounding of the sigmoid. One program computes a whole row, so that its scale nee
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,9 +27,9 @@ def quantize_rows(data: Tensor, scale: Tensor, first: Tensor, second: Tensor | N
     rows, columns = data.shape
     after = first if second is None else second
     block, warps = _block(columns)
-    _rows[(rows,)](
-        first, after, data, scale, columns, first.shape[1], first.stride(0), after.stride(0),
-        SECOND=second is not None, BLOCK=block, WHOLE=block >= columns, num_warps=warps,
+    _launch(
+        _rows, (rows,), warps, first, after, data, scale, columns, first.shape[1], first.stride(0), after.stride(0),
+        second is not None, block, block >= columns,
     )  # fmt: skip
 
 
@@ -34,14 +37,14 @@ def swiglu_rows(gate_up: Tensor, data: Tensor, scale: Tensor) -> None:
     """Write SiLU(gate) * up to data [rows, width] and scale [rows, 1]; gate_up: [rows, 2 * width], contiguous."""
     rows, width = data.shape
     block, warps = _block(width)
-    _swiglu_rows[(rows,)](gate_up, data, scale, width, BLOCK=block, WHOLE=block >= width, num_warps=warps)
+    _launch(_swiglu_rows, (rows,), warps, gate_up, data, scale, width, block, block >= width)
 
 
 def swiglu_backward_rows(dy: Tensor, gate_up: Tensor, data: Tensor, scale: Tensor) -> None:
     """Write the gradients of gate and up to data [rows, 2 * width] and scale [rows, 1]; dy: [rows, width], contiguous."""
     rows, width = dy.shape
     block, warps = _block(width)
-    _swiglu_backward_rows[(rows,)](dy, gate_up, data, scale, width, BLOCK=block, WHOLE=block >= width, num_warps=warps)
+    _launch(_swiglu_backward_rows, (rows,), warps, dy, gate_up, data, scale, width, block, block >= width)
 
 
 def common_scale(scale: Tensor, others: Tensor | None, common: Tensor, shares: Tensor) -> None:
@@ -49,10 +52,9 @@ def common_scale(scale: Tensor, others: Tensor | None, common: Tensor, shares: T
 
     scale, others, shares: [rows, 1]; None for ones.
     """
-    _common_scale[(1,)](
-        scale, scale if others is None else others, common, shares, len(scale), len(common),
-        OTHERS=others is not None, BLOCK=4096, num_warps=16,
-    )  # fmt: skip
+    sizes = len(scale), len(common)
+    second = scale if others is None else others
+    _launch(_common_scale, (1,), 16, scale, second, common, shares, *sizes, others is not None, 4096)
 
 
 def transpose(data: Tensor, shares: Tensor | None, out: Tensor) -> None:
@@ -61,15 +63,46 @@ def transpose(data: Tensor, shares: Tensor | None, out: Tensor) -> None:
     if shares is None and data.dtype.itemsize == 1:  # bytes need no conversion
         data, out = data.view(torch.uint8), out.view(torch.uint8)
     grid = triton.cdiv(columns, _FEATURES), triton.cdiv(out.shape[1], _TOKENS)
-    _transpose[grid](
-        data, data if shares is None else shares, out, rows, columns, out.shape[1],
-        SHARES=shares is not None, TOKENS=_TOKENS, FEATURES=_FEATURES, num_warps=_WARPS,
-    )  # fmt: skip
+    factors = data if shares is None else shares
+    _launch(
+        _transpose,
+        grid,
+        _WARPS,
+        data,
+        factors,
+        out,
+        rows,
+        columns,
+        out.shape[1],
+        shares is not None,
+        _TOKENS,
+        _FEATURES,
+    )
 
 
 def _block(columns: int) -> tuple[int, int]:
     block = min(triton.next_power_of_2(columns), _ROW)
     return block, min(8, max(1, block // 512))
+
+
+_launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], warps: int, *arguments: Any) -> None:
+    """Launch a kernel with its arguments in order, constants included.
+
+    Triton inspects all arguments of a launch, which takes the host longer than a short kernel takes the device. Here it does so
+    once per case: dtypes, alignment of the pointers, and values.
+    """
+    case = [(x.dtype, x.data_ptr() & 15) if isinstance(x, Tensor) else x for x in arguments]
+    key = (id(kernel), grid, warps, arguments[0].device, *case)
+    launcher = _launchers.get(key)
+    if launcher is not None:
+        launcher(*arguments)
+        return
+    compiled = kernel[grid](*arguments, num_warps=warps)
+    if compiled is not None:  # Triton's interpreter compiles nothing
+        _launchers[key] = compiled[(*grid, 1, 1)[:3]]
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from megatron_lite.fp8.rowwise import (
     weight_gradient,
 )
 from megatron_lite.fp8.swiglu import swiglu_backward_rows, swiglu_rows
-from megatron_lite.parallel.fused_projections import reduction_group
+from megatron_lite.parallel.fused_projections import merged, reduction_group
 
 if TYPE_CHECKING:
     from megatron_lite.parallel.tensor_parallel import TensorGroup
@@ -49,7 +49,7 @@ class _Fp8MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         rows = quantize_rows(x.reshape(-1, x.shape[-1]))
-        first, second = quantize_stacked([gate, up]), quantize_rows(down)
+        first, second = quantize_stacked(merged([gate, up], 0)), quantize_rows(down)
         gate_up = scaled_matmul(rows, first, x.dtype, fast=True)
         hidden = swiglu_rows(gate_up)
         y = scaled_matmul(hidden, second, x.dtype, fast=True)

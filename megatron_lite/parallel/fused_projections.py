@@ -70,6 +70,15 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _FusedProjections.apply(x, None, False, [True], weight, bias)[0]
 
 
+def merged(matrices: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Return the matrices with neighbours that are adjacent in memory as one view."""
+    merged = [matrices[0]]
+    for x in matrices[1:]:
+        both = _adjacent((merged[-1], x), dim)
+        merged[-1:] = [merged[-1], x] if both is None else [both]
+    return merged
+
+
 class _FusedProjections(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -92,7 +101,7 @@ class _FusedProjections(torch.autograd.Function):
         saved: list[Tensor] = [x, *(weights[i] for i in plain)] if plain else []
         if fp8:
             rows = quantize_rows(x.reshape(-1, x.shape[-1]))
-            stacked = quantize_stacked([weights[i] for i in fp8])
+            stacked = quantize_stacked(merged([weights[i] for i in fp8], 0))
             start = 0
             for i in fp8:
                 end = start + len(weights[i])
@@ -116,7 +125,7 @@ class _FusedProjections(torch.autograd.Function):
         dx = flat.pop().contiguous() if len(flat) > count else None
         if ctx.fp8:
             stacked, rows = Quantized(*saved[-2:]), Quantized(*saved[-4:-2])
-            gradient = quantize_rows(*_at_most_two(_merged([flat[i] for i in ctx.fp8], 1)))
+            gradient = quantize_rows(*_at_most_two(merged([flat[i] for i in ctx.fp8], 1)))
             from_fp8 = input_gradient(gradient, stacked, flat[0].dtype)
             dx = from_fp8 if dx is None else dx.add_(from_fp8)
         matmuls = []
@@ -153,15 +162,6 @@ def _matmuls(
     if gradient is not None and weight is not None:
         return [(indices, gradient, weight)]
     return [([i], *pair) for i, *pair in zip(indices, gradients, weights, strict=True)]  # type: ignore[misc]
-
-
-def _merged(matrices: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """Return the matrices with neighbours that are adjacent in memory as one view."""
-    merged = [matrices[0]]
-    for x in matrices[1:]:
-        both = _adjacent((merged[-1], x), dim)
-        merged[-1:] = [merged[-1], x] if both is None else [both]
-    return merged
 
 
 def _at_most_two(matrices: list[Tensor]) -> list[Tensor]:
