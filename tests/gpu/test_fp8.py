@@ -73,7 +73,7 @@ def test_projections_equal_the_reference(tokens):
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (37, 5632), (300, 9008)])
 def test_mlp_equals_the_reference(tokens, width):
-    """A number near the middle of two FP8 numbers may become either: the sigmoids differ in the last bit."""
+    """Compare to the rounding of FP8: the sigmoids differ in the last bit, which moves some numbers to the other neighbour."""
     layer = GatedMLP(dataclasses.replace(CONFIG, intermediate_size=width)).bfloat16()
     use_fp8(layer, ("gate_proj", "up_proj", "down_proj"))
     x, dy = torch.randn(2, tokens, 256).bfloat16(), torch.randn(2, tokens, 256).bfloat16()

@@ -83,7 +83,7 @@ def test_the_common_scale_of_a_row_that_is_not_finite_is_nan(device: str, kernel
 
 @pytest.mark.parametrize("width", [48, 8208])
 def test_swiglu_equals_the_pytorch_form(device: str, kernels, width: int) -> None:
-    """The sigmoids differ in the last bit, which moves numbers near the middle of two FP8 numbers: compare to rounding."""
+    """Compare to the rounding of FP8: the sigmoids differ in the last bit, which moves some numbers to the other neighbour."""
     gate_up, dy = draw(3, 2 * width).clamp(-30, 30), draw(3, width, seed=1)
     forward, backward = output(3, width, device), output(3, 2 * width, device)
     kernels.swiglu_rows(gate_up.to(device), *forward)

@@ -52,7 +52,7 @@ def test_rows_and_transposed_copies_equal_the_emulation_in_float64():
 
 
 def test_transposed_copies_of_zeros_are_zeros():
-    """The factors of two tensors of zeros are below the smallest float32."""
+    """Multiply the scales of two tensors of zeros, whose product is below the smallest float32."""
     zeros = quantize_rows(torch.zeros(16, 16))
     assert not dequantized(transposed(zeros, zeros.scale)).any()
 
@@ -138,7 +138,7 @@ def test_linear_equals_the_emulation_in_float64(bias):
 
 
 def test_swiglu_mlp_equals_the_emulation():
-    """The fused node quantises the input, the hidden numbers, and the gradients of gate and up side by side."""
+    """Compare the fused node, which quantises its input, the hidden numbers, and the gradients of gate and up side by side."""
     mlp = GatedMLP(model_config(hidden_size=32, intermediate_size=48))
     with torch.no_grad():
         for parameter in mlp.parameters():
