@@ -124,7 +124,8 @@ class Muon(torch.optim.AdamW):
         assert self._matrices is not None, "attach was not called"
         matrices, heads = self._matrices.gather(flat), self._matrices.heads
         blocks = [block for name, matrix in matrices.items() for block in matrix.chunk(heads[name])]
-        orthogonalize_by_shape(blocks)
+        with torch.profiler.record_function("Muon.orthogonalize"):
+            orthogonalize_by_shape(blocks)
         self._matrices.scatter(matrices, flat)
 
 

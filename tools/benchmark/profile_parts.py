@@ -14,7 +14,7 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
     ),
     ("convolution", r"_Convol|causal_conv|conv1d"),
     ("epilogue", r"[Ee]pilogue"),
-    ("optimizer", r"Optimizer\.step|_fused_adam|FusedAdam|^_adamw$"),
+    ("optimizer", r"Optimizer\.step|_fused_adam|FusedAdam|^_adamw$|^_momentum$|^_decay_and_add$|Muon"),
     ("matmuls", r"^aten::(add|badd)?b?mm_?$|gemm|cutlass|cublas|nvjet|xmma|splitK"),
     ("attention", r"scaled_dot_product|flash|fmha"),
     ("cross entropy", r"[Cc]ross_?[Ee]ntropy|nll_loss|log_softmax"),

@@ -296,7 +296,7 @@ def _figures(row: Mapping[str, Any], peak: float) -> dict[str, Any]:
     """Return the columns of the table. A value is None if the model did not reach it."""
     steps = row.get("steps s")
     median = statistics.median(steps) if steps else None
-    speed = row["length"] * row["batch"] / median if median else None
+    speed = row.get("micro batches", 1) * row["length"] * row["batch"] / median if median else None
     return {
         "tokens/s": speed,
         "MFU": speed * row["flops a token"] / peak if speed else None,

@@ -36,6 +36,7 @@ class Training:
         keeps: number formats of weights and optimizer state between steps.
         flops_per_token: length -> FLOPs per token of a training step.
         close: releases the memory.
+        micro_batches: per step; all are the tokens that `step` takes.
     """
 
     step: Callable[[Tensor], float]
@@ -43,6 +44,7 @@ class Training:
     keeps: str
     flops_per_token: Callable[[int], float]
     close: Callable[[], None] = lambda: None
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,10 @@ def build(name: str, settings: Settings, device: torch.device) -> Training:
 
 
 def project_config(config: str, overrides: Sequence[str], length: int, batch: int) -> Any:
-    """Return the configuration with one micro-batch of `batch` sequences per step. Raises ValueError if it is invalid."""
+    """Return the configuration with micro-batches of `batch` sequences, one per step unless an override changes it.
+
+    Raises ValueError if it is invalid.
+    """
     from megatron_lite.config.loader import ConfigError, load_config
     from models.config import ModelConfig
 
@@ -135,12 +140,14 @@ def _project(settings: Settings, device: torch.device, *, changes: tuple[str, ..
         stored.insert(0, f"{_short(state['weight'].dtype)} master weights")
     if weights != state["weight"].dtype or config.precision.optimizer_state == "bf16":
         stored.insert(0, f"{_short(weights)} weights")
+    micro_batches = config.batch.gradient_accumulation_steps
     return Training(
-        lambda tokens: engine.train_step([project_batch(tokens)], lr=1e-5).loss,
+        lambda tokens: engine.train_step([project_batch(tokens)] * micro_batches, lr=1e-5).loss,
         sum(torch.Size(shape).numel() for shape in engine.parameter_shapes().values()),
         ", ".join(stored),
         lambda length: training_flops_per_token(engine.model, length),
         engine.close,
+        micro_batches,
     )
 
 

@@ -91,6 +91,7 @@ def _measure(
     return {
         "parameters": training.parameters,
         "keeps": training.keeps,
+        "micro batches": training.micro_batches,
         "flops a token": training.flops_per_token(length),
         "to first step s": first_step,
         "first step s": times[0],

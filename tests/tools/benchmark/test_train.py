@@ -152,7 +152,19 @@ def test_columns_are_of_the_median_step() -> None:
     row = {"length": 4, "batch": 2, "flops a token": 10.0, "steps s": [1.0, 2.0, 9.0]}
     found = _figures(row, 80.0)
     assert (found["step s"], found["tokens/s"], found["MFU"], found["spread"]) == (2.0, 4.0, 0.5, 4.0)
+    assert _figures(row | {"micro batches": 3}, 80.0)["tokens/s"] == 12.0
     assert _figures({"length": 4, "batch": 2, "error": "out of memory"}, 80.0)["tokens/s"] is None
+
+
+def test_overrides_change_optimizer_and_accumulation() -> None:
+    size = Size(vocab_size=256, num_layers=1, hidden_size=32, num_heads=2, mlp_width=64, tied=False)
+    words = (*TINY, "optimizer.name=muon", "batch.gradient_accumulation_steps=2")
+    settings = Settings(size, "configs/metala_1.4b.yml", words, "bf16", "fp32", "logits", 8, 8, 2)
+    project = build("metalion", settings, torch.device("cpu"))
+    assert project.micro_batches == 2
+    assert project.keeps == "float32 master weights, float32 moments"
+    assert project.step(torch.zeros(2, 9, dtype=torch.int64)) == pytest.approx(math.log(256), abs=0.5)
+    project.close()
 
 
 def test_time_limit_ends_one_model(tmp_path: Path) -> None:
@@ -256,6 +268,8 @@ def test_parts_of_the_profile_add_up(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("Memcpy DtoD (Device -> Device)", ("aten::copy_", "aten::to"), "block.mixer", "copies and casts"),
         ("vectorized_elementwise_kernel", ("aten::mul", "x"), "block.mlp", "MLP, elementwise"),
         ("multi_tensor_apply_kernel", ("aten::_fused_adamw_", "Optimizer.step#AdamW.step"), "", "optimizer"),
+        ("nvjet_hsh_128x256", ("aten::bmm", "Muon.orthogonalize"), "", "optimizer"),
+        ("_decay_and_add", (), "", "optimizer"),
         ("vectorized_elementwise_kernel", ("aten::mul_",), "", "around the model"),
         ("vectorized_elementwise_kernel", ("aten::mul", "block.norm1"), "block.norm1", "norms"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", (), "", "communication"),
