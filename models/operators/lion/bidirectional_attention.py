@@ -182,9 +182,8 @@ def _per_channel(log_decay: Tensor | None) -> bool:
 def _scans(x: _Arguments) -> Tensor:
     """Compute the operator by two scans. Normalizers are a channel of values that are 1."""
     assert x.log_decay is not None
-    q, k, v, dim = x.q, to_accumulation_dtype(x.k), x.v, x.v.shape[-1]
-    log_decay = to_accumulation_dtype(x.log_decay)
-    log_decay, k, q = without_padding(x.mask, log_decay, k, q)
+    v, dim = x.v, x.v.shape[-1]
+    log_decay, k, q = without_padding(x.mask, to_accumulation_dtype(x.log_decay), x.k, x.q)
     scale = 1.0
     if x.normalized:
         # The kernels want rows of 16 bytes. Sums over a long sequence may exceed float16, so they are computed smaller.

@@ -9,12 +9,15 @@ causal operator on the flipped sequence, with keys alpha k of the next token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...backend import disable_compile
 from ..gla.gated_linear_attention import local_gated_linear_attention
-from ..gla.select_kernel import GLAArguments
+from ..gla.select_kernel import GLAArguments, supports_triton
 
 
 def two_scans(
@@ -22,13 +25,16 @@ def two_scans(
 ) -> Tensor:
     """Return the sum of both directions, [batch, length, heads, head_dim_v], of these tokens alone.
 
-    q, k, log_decay: [batch, length, heads, head_dim_k], the last two in float32 (float64 for float64), 0 at padding. v: [...,
-    head_dim_v]. cu_seqlens: [segments + 1] with batch 1: no segment sees another. `models.operators.gla.select_kernel` selects
-    the kernel. The outputs have v's dtype.
+    q, k, log_decay: [batch, length, heads, head_dim_k], the last two 0 at padding, log_decay in float32 (float64 for float64).
+    v: [..., head_dim_v]. cu_seqlens: [segments + 1] with batch 1: no segment sees another. The outputs have v's dtype. The
+    kernels of gated linear attention compute both directions in one autograd node. Other cases are two calls of the operator.
     """
     if not q.shape[1]:
         return v
-    forward_arguments = GLAArguments(q, k.to(v.dtype), v, log_decay, scale, None, cu_seqlens)
+    rounded = k.to(v.dtype)
+    if supports_triton(q, rounded, v, log_decay, fits_matmul_form=True):
+        return _on_kernels(q, rounded, v, log_decay, scale, cu_seqlens)
+    forward_arguments = GLAArguments(q, rounded, v, log_decay, scale, None, cu_seqlens)
     forward, _ = local_gated_linear_attention(forward_arguments, fits_matmul_form=True)
     following = (k * log_decay.exp()).to(v.dtype), v, log_decay
     key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
@@ -41,3 +47,10 @@ def two_scans(
     backward_arguments = GLAArguments(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale, None, flipped)
     backward, _ = local_gated_linear_attention(backward_arguments, fits_matmul_form=True)
     return forward + backward.flip(1)
+
+
+@disable_compile
+def _on_kernels(*arguments: Any) -> Tensor:
+    from ...kernels.gla.both_directions import both_directions
+
+    return both_directions(*arguments)
