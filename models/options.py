@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 # Descriptions of options that several mixers have.
 HEAD_NORM = "Norm per head before the gate, without gain; flash-linear-attention's models have rmsnorm."
 HEAD_NORM_EPS = "Added to the variance (or mean square) in that norm."
-DT_MIN = "Smallest time step of decay_init: hippo, that of the first head."
-DT_MAX = "Largest time step of decay_init: hippo, that of the last head."
+DT_MIN = "Smallest time step of decay_init: hippo, that of the first head (s4d_lin: channel)."
+DT_MAX = "Largest time step of decay_init: hippo, that of the last head (s4d_lin: channel)."
 
 
 def option(default: Any, doc: str) -> Any:

@@ -48,16 +48,17 @@ def head_indices(config: ModelShape) -> Tensor:
     return torch.arange(config.num_heads, device="cpu" if device.type == "meta" else device)
 
 
-def hippo_complements(heads: int, head_dim: int, dt_min: float, dt_max: float) -> Tensor:
-    """Return 1 - exp(-dt_h (n + 1)), the initial 1 - decay of channel n of head h, [heads * head_dim] float64.
+def hippo_complements(heads: int, head_dim: int, dt_min: float, dt_max: float, *, lin: bool = False) -> Tensor:
+    """Return 1 - decay at the start of every channel, [heads * head_dim] float64, from a diagonal form of HiPPO.
 
-    -(n + 1) is the diagonal of the HiPPO-LegS matrix, S4D-Real of Gu et al. 2022 (arXiv 2206.11893). The time steps dt_h are
-    spaced evenly in the logarithm from dt_min to dt_max. Decays are real here: imaginary parts of S4D-Lin and -Inv have no
-    place in a positive mask.
+    Channel n of head h has the decay exp(-dt_h (n + 1)): -(n + 1) is the diagonal of HiPPO-LegS, S4D-Real of Gu et al. 2022
+    (arXiv 2206.11893). lin: channel c has exp(-dt_c / 2), the real part -1/2 of S4D-Lin and S4D-Inv. The time steps are spaced
+    evenly in the logarithm from dt_min to dt_max. Imaginary parts have no place in a positive mask.
     """
-    steps = [dt_min * (dt_max / dt_min) ** (head / max(heads - 1, 1)) for head in range(heads)]
-    rates = torch.tensor([step * (n + 1) for step in steps for n in range(head_dim)], dtype=torch.float64)
-    return -torch.expm1(-rates)
+    count = heads * head_dim if lin else heads
+    steps = [dt_min * (dt_max / dt_min) ** (i / max(count - 1, 1)) for i in range(count)]
+    rates = [step / 2 for step in steps] if lin else [step * (n + 1) for step in steps for n in range(head_dim)]
+    return -torch.expm1(-torch.tensor(rates, dtype=torch.float64))
 
 
 def decay_logits(complement: Tensor) -> Tensor:

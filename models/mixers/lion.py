@@ -39,14 +39,16 @@ class LionOptions:
         "norm as printed in the paper, not always positive. elu: elu(x) + 1. sigmoid, relu, softplus: the function of each "
         "channel; only the sigmoid is bounded. none: keys / sqrt(head_dim), for lstm or scaled: false.",
     )
-    decay_per: Literal["head", "channel"] = option(
+    decay_per: Literal["head", "channel", "value_channel"] = option(
         "head",
-        "head: one decay per head. channel: a vector per head, one decay per channel of its keys, as in GLA. lit has none.",
+        "head: one decay per head. channel: a vector per head, one decay per channel of its keys, as in GLA. value_channel: one "
+        "decay, mask and normalizer per channel of its values, for variants d and s with causal: false. lit has none.",
     )
-    decay_init: Literal["half", "retnet", "half_life", "hippo"] = option(
+    decay_init: Literal["half", "retnet", "half_life", "hippo", "s4d_lin"] = option(
         "retnet",
         "Initial decay. half: 1/2. retnet: 1 - 2^(-5-h) for head h. half_life: 2^(-1 / half_life). hippo: exp(-dt (n+1)) for "
-        "channel n of a head with time step dt, the diagonal of HiPPO-LegS; it needs decay_per: channel. lit does not use it.",
+        "channel n of a head with time step dt, the diagonal of HiPPO-LegS. s4d_lin: exp(-dt / 2) for a channel with time step "
+        "dt, the real part of S4D-Lin. Both need decays per channel. lit does not use it.",
     )
     half_life: float = option(64.0, "Tokens over which the initial decay is 1/2, for decay_init: half_life.")
     dt_min: float = option(0.001, DT_MIN)
@@ -81,16 +83,22 @@ class LionOptions:
         check_time_steps("lion", self.dt_min, self.dt_max)
         if self.init_std is not None:
             require_positive("lion", self, "init_std")
-        if self.variant == "lit" and (self.decay_per == "channel" or self.value_init == "zero_order_hold"):
-            key = "decay_per = channel" if self.decay_per == "channel" else "value_init = zero_order_hold"
+        if self.variant == "lit" and (self.decay_per != "head" or self.value_init == "zero_order_hold"):
+            key = "value_init = zero_order_hold" if self.decay_per == "head" else f"decay_per = {self.decay_per}"
             raise ValueError(
                 f"model.mixer_options.lion.{key} with variant = lit, which has no decay: set variant = d, s, lstm or grfa, or "
                 "remove the key"
             )
-        if self.decay_init == "hippo" and self.decay_per == "head":
+        if self.decay_init in ("hippo", "s4d_lin") and self.decay_per == "head":
             raise ValueError(
-                "model.mixer_options.lion.decay_init = hippo with decay_per = head: a head has one initial decay per channel; "
-                "set model.mixer_options.lion.decay_per = channel, or decay_init = half, retnet or half_life"
+                f"model.mixer_options.lion.decay_init = {self.decay_init} with decay_per = head: channels have different initial "
+                "decays; set model.mixer_options.lion.decay_per = channel or value_channel, or decay_init = half, retnet or "
+                "half_life"
+            )
+        if self.decay_per == "value_channel" and (self.causal or self.variant not in ("d", "s")):
+            raise ValueError(
+                f"model.mixer_options.lion.decay_per = value_channel with variant = {self.variant}, causal = "
+                f"{str(self.causal).lower()}: it is for variants d and s with causal = false; set these, or decay_per = channel"
             )
         if self.causal and self.form != "auto":
             raise ValueError(
@@ -124,6 +132,7 @@ class Lion(nn.Module):
       lstm  as s, k_t <- sigmoid(w' x_t + b') k_t, normalizer max(|row sum|, 1) (mLSTM, arXiv 2405.04517). The mLSTM's
             exponential input gate needs a running maximum; the sigmoid does not.
     decay_per = channel: a, w and b have one row per channel of keys, and M_ij multiplies the channel's part of phi(q_i) phi(k_j).
+    decay_per = value_channel: one row, one M and one normalizer per channel of values (appendix C.7).
     The bias b is the non-selective term. decay_init = hippo and value_init = zero_order_hold are those of the Long Range Arena.
     There are no positions: lit has no decay and needs model.positions = learned.
     """
@@ -171,7 +180,7 @@ class Lion(nn.Module):
                 self.v_proj.weight.copy_(torch.diag(held.repeat_interleave(size // len(held))))
         self.project_inputs: FusedProjections = apply_each
         self._size, self._heads = size, heads
-        self._per_channel = options.decay_per == "channel"
+        self._per_channel = options.decay_per != "head"
 
     def forward(
         self,
@@ -299,6 +308,7 @@ class Lion(nn.Module):
             cu_seqlens=cu_seqlens,
             mask_convention=self.options.mask_convention,
             form=self.options.form,
+            of_values=self.options.decay_per == "value_channel",
         )
         return (
             to_accumulation_dtype(o[..., :-1]) / to_accumulation_dtype(o[..., -1:]).abs().clamp_min(1.0) if lstm else o
@@ -318,12 +328,12 @@ class Lion(nn.Module):
 
 def _initial_complements(options: LionOptions, heads: int, head_dim: int) -> Tensor:
     """Return 1 - lambda at the start, [heads], or [heads * head_dim] with per-channel decays."""
-    if options.decay_init == "hippo":
-        return hippo_complements(heads, head_dim, options.dt_min, options.dt_max)
+    if options.decay_init in ("hippo", "s4d_lin"):
+        return hippo_complements(heads, head_dim, options.dt_min, options.dt_max, lin=options.decay_init == "s4d_lin")
     if options.decay_init == "half":
         complement = torch.full((heads,), 0.5)
     elif options.decay_init == "retnet":
         complement = torch.exp2(-5.0 - torch.arange(heads))
     else:
         complement = torch.full((heads,), -expm1(-log(2) / options.half_life))
-    return complement.repeat_interleave(head_dim) if options.decay_per == "channel" else complement
+    return complement if options.decay_per == "head" else complement.repeat_interleave(head_dim)

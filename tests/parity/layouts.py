@@ -31,7 +31,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "decay_per_channel": {
         "mixers": ("lion", "metala_bidirectional"),
         "mixer_options": {
-            "lion": {"causal": False, "decay_per": "channel", "decay_init": "hippo", "value_init": "zero_order_hold"},
+            "lion": {
+                "causal": False,
+                "decay_per": "value_channel",
+                "decay_init": "s4d_lin",
+                "value_init": "zero_order_hold",
+            },
             "metala_bidirectional": {"decay_init": "hippo"},
         },
     },

@@ -21,7 +21,8 @@ from .timing import Step, host_ms, launched_ms, peak_gib
 # Mixer options, besides the defaults, that select another operator or kernel.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lion, both directions": ("lion", {"causal": False}),
-    "lion, both directions, decays per channel": ("lion", {"causal": False, "decay_per": "channel"}),
+    "lion, both directions, decays per key channel": ("lion", {"causal": False, "decay_per": "channel"}),
+    "lion, both directions, decays per value channel": ("lion", {"causal": False, "decay_per": "value_channel"}),
     "lion-d, both directions": ("lion", {"variant": "d", "causal": False}),
     "lion-lit, both directions": ("lion", {"variant": "lit", "causal": False}),
 }

@@ -10,13 +10,14 @@ total of the log decay (Eq. 16-17, 61-64, 83-91 of the paper, written without 1/
 
 No exponent is positive and the diagonal is counted once. With a per-channel decay
 o_i = sum_j (sum_c q_ic k_jc e^(-|c_ic - c_jc|)) v_j, the bidirectional form of MetaLA and GLA. It has a fourth form, "scans":
-two scans of gated linear attention (`scans.py`), on its kernels on CUDA.
+two scans of gated linear attention (`scans.py`), on its kernels on CUDA. With one mask per channel of values, as in appendix C.7,
+o_ic = sum_j (q_i . k_j) e^(-|c_ic - c_jc|) v_jc, and each channel has a normalizer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,12 @@ from ...backend import available, on_cuda
 from ...precision import NORMALIZER_EPS, to_accumulation_dtype
 from ..context_parallel import ContextParallelGroup, context_parallel_group, from_previous_rank, shard_segments
 from ..gla.normalized import float16_scale
+from ..gla.select_kernel import supports_triton
 from ..varlen import check_cu_seqlens, without_padding
 from .chunk import Segments, chunk_size, chunked, decays, heads_first, recurrent, with_ones_column
 from .context_parallel import from_other_ranks
 from .feature_map import NORMALISED, feature_map
-from .scans import two_scans
+from .scans import on_kernels, two_scans
 
 FORMS = ("auto", "parallel", "recurrent", "chunked", "scans", "triton_tile", "triton_chunk")
 CONVENTIONS = ("eq17", "shifted")
@@ -73,12 +75,14 @@ def bidirectional_linear_attention(
     cu_seqlens: Tensor | None = None,
     mask_convention: str = "eq17",
     form: str = "auto",
+    of_values: bool = False,
 ) -> Tensor:
     """Return (Q K^T * M) V, with each row divided by its normalizer when `normalized`.
 
     q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
     log_decay: [batch, length, heads] (or a last dimension of 1) for a per-head decay, [..., head_dim_k] for a per-channel
     decay; None for no decay. -inf at a token cuts both directions there.
+    of_values: the per-channel decay is [..., head_dim_v], one mask per channel of values.
     decay_logits: an alternative to log_decay = logsigmoid(decay_logits). [batch, length, heads], [heads] for every token,
     or `ProjectedDecayLogits`.
     phi: a name of `models.operators.lion.feature_map`, applied to q and k first and rounded to v's dtype; None for none.
@@ -94,9 +98,20 @@ def bidirectional_linear_attention(
     Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
     is that of the whole.
     """
-    x = _Arguments(q, k, v, log_decay, decay_logits, phi, normalized, mask, cu_seqlens, mask_convention, form)
+    x = _Arguments(
+        q, k, v, log_decay, decay_logits, phi, normalized, mask, cu_seqlens, mask_convention, form, of_values
+    )
     group = context_parallel_group()
-    return _local(x) if group is None else _over_ranks(group, x)
+    compute = _local if group is None else partial(_over_ranks, group)
+    if not (of_values and normalized and log_decay is not None):
+        return compute(x)
+    _check(replace(x, cu_seqlens=None))
+    # Normalizers are more channels of values. Sums over a long sequence may exceed float16, so they are computed smaller.
+    scale = float16_scale(v.dtype, 1)
+    values, decays = torch.cat([v * scale, torch.full_like(v, scale)], -1), torch.cat([log_decay, log_decay], -1)
+    o = to_accumulation_dtype(compute(replace(x, v=values, log_decay=decays, normalized=False)))
+    num, den = o.chunk(2, -1)
+    return (num / (den + NORMALIZER_EPS * scale)).to(v.dtype)
 
 
 @dataclass(frozen=True)
@@ -114,6 +129,7 @@ class _Arguments:
     cu_seqlens: Tensor | None
     mask_convention: str
     form: str
+    of_values: bool
 
     def with_features(self) -> _Arguments:
         """Return the arguments with the feature map applied to q and k."""
@@ -139,7 +155,7 @@ class _Arguments:
 def _local(x: _Arguments) -> Tensor:
     """Compute `bidirectional_linear_attention` of these tokens alone, also where they are a local shard."""
     _check(x)
-    form = _select_form(x.form, x.q, x.v, x.log_decay, x.mask_convention)
+    form = _select_form(x.form, x.q, x.v, x.log_decay, x.mask_convention, x.of_values)
     if form.startswith("triton"):
         return _on_kernels(x, form.removeprefix("triton_"))
     x = x.with_features()
@@ -150,23 +166,28 @@ def _local(x: _Arguments) -> Tensor:
     if x.mask is not None:
         q, k = (y.masked_fill(~x.mask[:, None, :, None], 0.0) for y in (q, k))
     if form == "recurrent":
-        o = recurrent(q, k, v, forward, backward, segments)
+        o = recurrent(q, k, v, forward, backward, segments, x.of_values)
     else:
         length = q.shape[2]
         size = length if form == "parallel" else chunk_size(length, forward)
-        o = chunked(q, k, v, forward, backward, segments, max(size, 1))
+        o = chunked(q, k, v, forward, backward, segments, max(size, 1), x.of_values)
     if x.normalized:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
     return o.transpose(1, 2).to(x.v.dtype)
 
 
-def _select_form(form: str, q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str) -> str:
+def _select_form(
+    form: str, q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str, of_values: bool = False
+) -> str:
     """Return the form that runs. This is the only place that decides."""
     if not q.numel():
         return "chunked"
     if form != "auto":
         return form
     largest = max(q.shape[-1], v.shape[-1])
+    if of_values and log_decay is not None:
+        on_kernels = mask_convention == "eq17" and supports_triton(v, v, q, log_decay, fits_matmul_form=True)
+        return "scans" if on_kernels else "chunked"
     if _per_channel(log_decay) and mask_convention == "eq17":
         return "scans"
     if not available(v) or mask_convention != "eq17" or largest > _LARGEST_HEAD:
@@ -184,11 +205,13 @@ def _scans(x: _Arguments) -> Tensor:
     assert x.log_decay is not None
     v, dim = x.v, x.v.shape[-1]
     log_decay, k, q = without_padding(x.mask, to_accumulation_dtype(x.log_decay), x.k, x.q)
+    if x.of_values:
+        return on_kernels(q.to(v.dtype), k.to(v.dtype), v, log_decay, 1.0, x.cu_seqlens, True)
     scale = 1.0
     if x.normalized:
         # The kernels want rows of 16 bytes. Sums over a long sequence may exceed float16, so they are computed smaller.
         v = F.pad(F.pad(v, (0, 1), value=1.0), (0, -(dim + 1) % 8 if on_cuda(v) else 0))
-        scale = float16_scale(v.dtype, q.shape[-1])
+        scale = float16_scale(v.dtype, 1)
     o = two_scans(q.to(v.dtype), k, v, log_decay, scale, x.cu_seqlens)
     if x.normalized:
         num, den = to_accumulation_dtype(o[..., :dim]), to_accumulation_dtype(o[..., dim : dim + 1])
@@ -241,7 +264,8 @@ def _over_ranks(group: ContextParallelGroup, x: _Arguments) -> Tensor:
         q, k = (y.masked_fill(~x.mask[:, :, None, None], 0.0) for y in (q, k))
     # Rows of 16 bytes for the matmuls.
     values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if on_cuda(v) else 0)) if x.normalized else v
-    o = o + from_other_ranks(group, q, k, values, forward, backward, segments)[..., : o.shape[-1]]
+    others = from_other_ranks(group, q, k, values, forward, backward, segments, x.of_values)
+    o = o + others[..., : o.shape[-1]]
     if x.normalized:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
     return o.to(v.dtype)
@@ -258,7 +282,7 @@ def _check(x: _Arguments) -> None:
         raise ValueError("log_decay and decay_logits are both given; give one: log_decay = logsigmoid(decay_logits)")
     _check_shapes(
         q, x.k.shape, x.v.shape, None if x.log_decay is None else x.log_decay.shape, logits_shape,
-        None if x.mask is None else x.mask.shape, x.cu_seqlens is not None, x.mask_convention, x.form, x.v.dtype,
+        None if x.mask is None else x.mask.shape, x.cu_seqlens is not None, x.mask_convention, x.form, x.v.dtype, x.of_values,
     )  # fmt: skip
     if x.cu_seqlens is not None:
         check_cu_seqlens(x.cu_seqlens, q[1])
@@ -286,6 +310,7 @@ def _check_shapes(
     mask_convention: str,
     form: str,
     dtype: torch.dtype,
+    of_values: bool,
 ) -> None:
     shape = tuple(q[:3])
     if len(q) != 4 or k != q or len(v) != 4 or tuple(v[:3]) != shape:
@@ -293,9 +318,13 @@ def _check_shapes(
             f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}: expected [batch, length, heads, head_dim_k] "
             "twice and [batch, length, heads, head_dim_v]"
         )
-    for name, x, last in (("log_decay", log_decay, (1, q[3])), ("decay_logits", decay_logits, (1,))):
+    for name, x, last in (
+        ("log_decay", log_decay, (v[3],) if of_values else (1, q[3])),
+        ("decay_logits", decay_logits, (1,)),
+    ):
         of_all = name == "decay_logits" and x == shape[2:]
-        if x is not None and not of_all and tuple(x) != shape and tuple(x) not in [(*shape, n) for n in last]:
+        per_head = x is not None and tuple(x) == shape and not (of_values and name == "log_decay")
+        if x is not None and not of_all and not per_head and tuple(x) not in [(*shape, n) for n in last]:
             raise ValueError(f"{name} {tuple(x)}: expected {shape}, optionally with a last dimension of {last}")
     if mask is not None and tuple(mask) != shape[:2]:
         raise ValueError(f"mask {tuple(mask)}: expected [batch, length] = {shape[:2]}")
@@ -306,9 +335,9 @@ def _check_shapes(
     if form not in FORMS:
         raise ValueError(f"form {form!r}: allowed are {', '.join(FORMS)}")
     vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
-    if form == "scans" and (not vector or mask_convention == "shifted"):
+    if form == "scans" and (not vector or of_values or mask_convention == "shifted"):
         raise ValueError(
-            "form 'scans' supports a per-channel decay and mask_convention 'eq17'; use form='chunked', or form='auto'"
+            "form 'scans' supports a per-channel decay of keys and mask_convention 'eq17'; use form='chunked', or form='auto'"
         )
     if form.startswith("triton"):
         if vector or mask_convention == "shifted" or dtype == torch.float64:

@@ -34,10 +34,12 @@ def chunked(
     backward: Tensor,
     segments: Segments,
     size: int,
+    of_values: bool = False,
 ) -> Tensor:
     """Return the numerators [batch, heads, length, head_dim_v], by chunks of `size` tokens.
 
-    q, k, v: [batch, heads, length, ...]; forward, backward: log decays [batch, heads, length, 1 or head_dim_k].
+    q, k, v: [batch, heads, length, ...]; forward, backward: log decays [batch, heads, length, 1 or head_dim_k], or with
+    `of_values` [..., head_dim_v], one mask per channel of values.
     """
     length = q.shape[2]
     # One chunk where there is no token.
@@ -48,7 +50,8 @@ def chunked(
     )
     ids = F.pad(segments.ids, (0, padding), value=segments.last).unflatten(1, (-1, size))
     bf, bb = forward.cumsum(3), backward.cumsum(3)
-    weights = _weights(q, k, bf, bb, (ids[..., :, None] == ids[..., None, :])[:, None])
+    same = (ids[..., :, None] == ids[..., None, :])[:, None]
+    inside = _inside_of_values(q, k, v, bf, bb, same) if of_values else _weights(q, k, bf, bb, same) @ v
     first, last = ids[..., 0], ids[..., -1]
     previous_ids = F.pad(last[:, :-1], (1, 0), value=0)
     next_ids = F.pad(first[:, 1:], (0, 1), value=segments.last)
@@ -60,31 +63,46 @@ def chunked(
     def exp(x: Tensor) -> Tensor:
         return x.to(q.dtype).exp()
 
-    to_right = (k * exp(bf[..., -1:, :] - bf) * where(ids, last[..., None])).transpose(-1, -2) @ v
-    to_left = (k * exp(bb) * where(ids, first[..., None])).transpose(-1, -2) @ v
+    def state(factor: Tensor) -> Tensor:
+        return k.transpose(-1, -2) @ (v * factor) if of_values else (k * factor).transpose(-1, -2) @ v
+
+    def read(factor: Tensor, state: Tensor) -> Tensor:
+        return (q @ state) * factor if of_values else (q * factor) @ state
+
+    to_right = state(exp(bf[..., -1:, :] - bf) * where(ids, last[..., None]))
+    to_left = state(exp(bb) * where(ids, first[..., None]))
     carry_right = exp(bf[..., -1, :]) * (previous_ids == last)[:, None, :, None]
     carry_left = exp(bb[..., -1, :]) * (next_ids == first)[:, None, :, None]
+    # The factor of a state is one of its rows, which are channels of keys, or of its columns.
+    carry_right, carry_left = (x.unsqueeze(-2 if of_values else -1) for x in (carry_right, carry_left))
     from_left = torch.stack(_states(to_right.unbind(2), carry_right.unbind(2)), 2)
     from_right = torch.stack(_states(to_left.unbind(2)[::-1], carry_left.unbind(2)[::-1])[::-1], 2)
-    o = (
-        weights @ v
-        + (q * exp(bf) * where(ids, previous_ids[..., None])) @ from_left
-        + (q * exp(bb[..., -1:, :] - bb) * where(ids, next_ids[..., None])) @ from_right
-    )
+    o = inside + read(exp(bf) * where(ids, previous_ids[..., None]), from_left)
+    o = o + read(exp(bb[..., -1:, :] - bb) * where(ids, next_ids[..., None]), from_right)
     return o.flatten(2, 3)[:, :, :length]
 
 
 def _weights(q: Tensor, k: Tensor, bf: Tensor, bb: Tensor, same: Tensor) -> Tensor:
     """Return q_i . k_j M_ij inside chunks, [..., size, size], 0 between segments, for q, k [..., size, head_dim_k]."""
-    size = q.shape[-2]
-    below = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()[:, :, None]
-    # Negated before they are spread over pairs, for the backward pass too.
-    from_left = (bf[..., :, None, :] + -bf[..., None, :, :]).to(q.dtype)
-    from_right = (bb[..., None, :, :] + -bb[..., :, None, :]).to(q.dtype)
-    decay = torch.where(below, from_left, from_right).exp()
+    decay = _pairwise_decay(bf, bb, q.dtype)
     if decay.shape[-1] == 1:
         return (q @ k.transpose(-1, -2)) * decay.squeeze(-1) * same
     return torch.einsum("...ic,...jc,...ijc->...ij", q, k, decay) * same
+
+
+def _inside_of_values(q: Tensor, k: Tensor, v: Tensor, bf: Tensor, bb: Tensor, same: Tensor) -> Tensor:
+    """Return the part of the numerators inside chunks with one mask per channel of values."""
+    return torch.einsum("...ij,...ijc,...jc->...ic", (q @ k.mT) * same, _pairwise_decay(bf, bb, q.dtype), v)
+
+
+def _pairwise_decay(bf: Tensor, bb: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return M_ij of each channel inside chunks, [..., size, size, channels], for running sums [..., size, channels]."""
+    size = bf.shape[-2]
+    below = torch.ones(size, size, dtype=torch.bool, device=bf.device).tril()[:, :, None]
+    # Negated before they are spread over pairs, for the backward pass too.
+    from_left = (bf[..., :, None, :] + -bf[..., None, :, :]).to(dtype)
+    from_right = (bb[..., None, :, :] + -bb[..., :, None, :]).to(dtype)
+    return torch.where(below, from_left, from_right).exp()
 
 
 def recurrent(
@@ -94,6 +112,7 @@ def recurrent(
     forward: Tensor,
     backward: Tensor,
     segments: Segments,
+    of_values: bool = False,
 ) -> Tensor:
     """Compute `chunked` token by token, with few operations per step: on a GPU their launches take most of the time."""
     ids = segments.ids[0]
@@ -104,12 +123,12 @@ def recurrent(
     o: list[Tensor] = []
     from_past = state
     for query, key, value, keep in zip(
-        queries, keys, values, _decay_factors(forward, ids == previous_ids), strict=True
+        queries, keys, values, _decay_factors(forward, ids == previous_ids, of_values), strict=True
     ):
         from_past = torch.addcmul(from_past * keep, key, value)
         o.append(torch.bmm(query, from_past))
     # The state from the right decays by the token after this one.
-    from_future, passed = state, _decay_factors(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == next_ids)
+    from_future, passed = state, _decay_factors(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == next_ids, of_values)
     for i in reversed(range(q.shape[2])):
         from_future = from_future * passed[i]
         o[i] = torch.baddbmm(o[i], queries[i], from_future)
@@ -117,17 +136,20 @@ def recurrent(
     return torch.cat(o, 1).unflatten(0, q.shape[:2])
 
 
-def _decay_factors(decay: Tensor, same: Tensor) -> tuple[Tensor, ...]:
-    """Return the factor of each token on a state, [batch * heads, 1 or head_dim_k, 1]; 0 where `same` [length] is False."""
-    return (decay.exp() * same[:, None]).flatten(0, 1).unsqueeze(-1).unbind(1)
+def _decay_factors(decay: Tensor, same: Tensor, of_values: bool) -> tuple[Tensor, ...]:
+    """Return the factor of each token on a state; 0 where `same` [length] is False.
+
+    The shape is [batch * heads, 1 or head_dim_k, 1], with `of_values` [batch * heads, 1, head_dim_v].
+    """
+    return (decay.exp() * same[:, None]).flatten(0, 1).unsqueeze(-2 if of_values else -1).unbind(1)
 
 
 def _states(additions: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the state before each step of state <- factor * state + addition from zero; factor: [..., 1 or head_dim_k]."""
+    """Return the state before each step of state <- factor * state + addition, from zero."""
     state, states = torch.zeros_like(additions[0]), []
     for addition, factor in zip(additions, factors, strict=True):
         states.append(state)
-        state = factor[..., None] * state + addition
+        state = factor * state + addition
     return states
 
 

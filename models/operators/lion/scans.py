@@ -33,7 +33,7 @@ def two_scans(
         return v
     rounded = k.to(v.dtype)
     if supports_triton(q, rounded, v, log_decay, fits_matmul_form=True):
-        return _on_kernels(q, rounded, v, log_decay, scale, cu_seqlens)
+        return on_kernels(q, rounded, v, log_decay, scale, cu_seqlens)
     forward_arguments = GLAArguments(q, rounded, v, log_decay, scale, None, cu_seqlens)
     forward, _ = local_gated_linear_attention(forward_arguments, fits_matmul_form=True)
     following = (k * log_decay.exp()).to(v.dtype), v, log_decay
@@ -50,7 +50,8 @@ def two_scans(
 
 
 @disable_compile
-def _on_kernels(*arguments: Any) -> Tensor:
+def on_kernels(*arguments: Any) -> Tensor:
+    """Compute `models.kernels.gla.both_directions.both_directions`, imported on use."""
     from ...kernels.gla.both_directions import both_directions
 
     return both_directions(*arguments)

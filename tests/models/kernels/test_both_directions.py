@@ -1,11 +1,11 @@
-"""Both directions of gated linear attention in one autograd node, against the two calls of the operator in float64."""
+"""Both directions of linear attention with decays per channel in one autograd node, against the chunked form in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from models.operators.lion.scans import two_scans
+from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
 from tests.models.kernels.conftest import apart
 
 
@@ -17,8 +17,9 @@ from tests.models.kernels.conftest import apart
         ((3, 1, 1, 2, 2), None),
     ],
 )
-def test_outputs_and_gradients_equal_those_of_two_calls(
-    device: str, shape: tuple[int, ...], bounds: list[int] | None
+@pytest.mark.parametrize("of_values", [False, True])
+def test_outputs_and_gradients_equal_those_of_the_chunked_form(
+    device: str, shape: tuple[int, ...], bounds: list[int] | None, of_values: bool
 ) -> None:
     from models.kernels.gla.both_directions import both_directions
 
@@ -26,15 +27,19 @@ def test_outputs_and_gradients_equal_those_of_two_calls(
         pytest.skip("float32, which the kernels refuse on CUDA; tests/gpu/test_lion_kernels.py runs them in 16 bits")
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator().manual_seed(length)
-    q, k, g = (torch.randn(batch, length, heads, dim_k, generator=generator) for _ in range(3))
+    q, k = (torch.randn(batch, length, heads, dim_k, generator=generator) for _ in range(2))
     v, dy = (torch.randn(batch, length, heads, dim_v, generator=generator) for _ in range(2))
-    decay = -g.exp()
+    decay = -torch.randn(v.shape if of_values else k.shape, generator=generator).exp()
     decay[:, 10:11] = -torch.inf
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     results = []
-    for function, dtype in ((both_directions, torch.float32), (two_scans, torch.float64)):
+    for dtype in (torch.float32, torch.float64):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, decay)]
-        y = function(*(apart(x) for x in leaves), 0.3, cu_seqlens)
+        if dtype == torch.float32:
+            y = both_directions(*(apart(x) for x in leaves), 0.3, cu_seqlens, of_values)
+        else:
+            options = {"normalized": False, "cu_seqlens": cu_seqlens, "of_values": of_values, "form": "chunked"}
+            y = 0.3 * attend(*leaves, **options)
         gradients = torch.autograd.grad((y * dy.to(dtype)).sum(), leaves)
         results.append([y.detach().double(), *(x.double() for x in gradients)])
     for got, expected in zip(*results, strict=True):

@@ -356,6 +356,11 @@ def test_initial_decays_and_values_of_long_range_arena() -> None:
     torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-rates).exp().flatten(), rtol=1e-6, atol=0)
     torch.testing.assert_close(lion.v_proj.weight.double().diag(), (1 - (-rates).exp()).div(rates).flatten())
     assert lion.v_proj.weight.count_nonzero() == 32
+    lin = initial_mixer(
+        "lion", {**options, "decay_init": "s4d_lin", "decay_per": "value_channel", "causal": False}
+    ).decay
+    steps = 0.01 * 8 ** (torch.arange(32, dtype=torch.float64) / 31)
+    torch.testing.assert_close(torch.sigmoid(lin.double()), (-steps / 2).exp(), rtol=1e-6, atol=0)
     for weight in (lion.q_proj.weight, lion.k_proj.weight, lion.decay_weight):
         assert weight.std().item() == pytest.approx(0.1, rel=0.1)
     for name in ("metala", "metala_bidirectional"):
@@ -403,6 +408,17 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
             r"value_init = zero_order_hold with variant = lit",
         ),
         ("lion", {"decay_init": "hippo"}, r"decay_init = hippo with decay_per = head: .*lion\.decay_per = channel"),
+        ("lion", {"decay_init": "s4d_lin"}, r"decay_init = s4d_lin with decay_per = head"),
+        (
+            "lion",
+            {"decay_per": "value_channel"},
+            r"variant = s, causal = true: it is for variants d and s with causal = false",
+        ),
+        (
+            "lion",
+            {"decay_per": "value_channel", "variant": "grfa", "causal": False},
+            r"variant = grfa, causal = false: it is",
+        ),
         ("lion", {"dt_min": 0.2}, r"lion\.dt_min = 0\.2 with dt_max = 0\.1: set 0 < dt_min <= dt_max"),
         ("lion", {"init_std": 0.0}, r"lion\.init_std = 0\.0: must be greater than 0"),
         ("metala", {"dt_min": 0.0}, r"metala\.dt_min = 0 with dt_max = 0\.1"),

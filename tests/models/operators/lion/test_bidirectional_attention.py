@@ -72,6 +72,27 @@ def test_forms_equal_the_formula(form: str, convention: str, normalized: bool, v
     torch.testing.assert_close(y, formula(q, k, v, decay, normalized, convention), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("normalized", [True, False])
+def test_one_mask_per_channel_of_values(form: str, convention: str, normalized: bool) -> None:
+    """Each channel of values is a head of its own with the decays of that channel."""
+    q, k, v, _ = inputs(length=39, heads=2)
+    decay = F.logsigmoid(torch.randn(v.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 1)
+    options = {"normalized": normalized, "mask_convention": convention, "form": form}
+    one = [attend(q, k, v[..., c : c + 1], decay[..., c], **options) for c in range(v.shape[-1])]
+    y = attend(q, k, v, decay, of_values=True, **options)
+    torch.testing.assert_close(y, torch.cat(one, -1), rtol=1e-10, atol=1e-12)
+    assert torch.autograd.gradcheck(
+        lambda *x: attend(*x, of_values=True, **options),
+        [x[:1, :9].detach().requires_grad_() for x in (q, k, v, decay)],
+        fast_mode=True,
+        atol=1e-7,
+    )
+    with pytest.raises(ValueError, match=r"log_decay \(2, 39, 2, 5\): expected .* a last dimension of \(3,\)"):
+        attend(q, k, v, torch.zeros_like(k), of_values=True)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("vector", [True, False])
 @pytest.mark.parametrize("convention", CONVENTIONS)
