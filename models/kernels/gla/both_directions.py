@@ -93,9 +93,9 @@ def _keys_backward(
     case: GLACase, do: Tensor, q: Tensor, key: Tensor, value: Tensor, g: Tensor, cu_seqlens: Tensor | None, saved: Any
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, key, value and g."""
-    gradients = tuple(torch.empty_like(x) for x in (q, key, value, g))
-    backward(case, do, None, *gradients, (None, None), q, key, value, g, None, *saved)
-    return gradients
+    dq, dk, dv, dg = (torch.empty_like(x) for x in (q, key, value, g))
+    backward(case, do, None, dq, dk, dv, dg, (None, None), q, key, value, g, None, *saved)
+    return dq, dk, dv, dg
 
 
 def _values_forward(
