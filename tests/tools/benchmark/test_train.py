@@ -163,7 +163,8 @@ def test_overrides_change_optimizer_and_accumulation() -> None:
     project = build("metalion", settings, torch.device("cpu"))
     assert project.micro_batches == 2
     assert project.keeps == "float32 master weights, float32 moments"
-    assert project.step(torch.zeros(2, 9, dtype=torch.int64)) == pytest.approx(math.log(256), abs=0.5)
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert project.step(tokens) == pytest.approx(math.log(256), rel=0.3)
     project.close()
 
 
