@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d' ' -f1)
 
-.PHONY: help setup lock train test test-huggingface lint data-pile-sample data-c4-sample data-text-sample clean
+.PHONY: help setup lock train test test-huggingface lint data-pile-sample data-c4-sample data-text-sample data-text-corpus clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -43,6 +43,8 @@ lint: setup  ## ruff and mypy
 # SAMPLES holds pile_sample/train/*.jsonl.zst, pile_sample/val.jsonl.zst, c4_sample/c4-train.*.json.gz,
 # c4_sample/c4-validation.*.json.gz and tokenizers/bert-base-uncased/vocab.txt: any files in the formats of the Pile and C4.
 SAMPLES ?= samples
+CORPUS = $(SAMPLES)/text_corpus
+CORPUS_TRAIN = $(if $(PARTS),$(PARTS:%=$(CORPUS)/train/%.jsonl.zst),$(CORPUS)/train)
 TEXT_SAMPLE = $(SAMPLES)/pile_sample/train $(SAMPLES)/pile_sample/val.jsonl.zst '$(SAMPLES)/c4_sample/*.json.gz'
 PREPROCESS = $(BIN)/python -m tools.preprocess_data --append-eod
 
@@ -75,6 +77,15 @@ data-text-sample: setup  ## token files of both samples together, causal and mas
 	$(PREPROCESS) --input $(TEXT_SAMPLE) --deduplicate --split 85,15 --tokenizer-type wordpiece \
 	  --vocab-file corpora/text_sample/vocab.txt --output-prefix corpora/text_sample/mlm
 	@echo "now: $(BIN)/python -m tools.compare configs/experiments/compare_lm.yml   # or compare_masked.yml"
+
+data-text-corpus: setup  ## token files of the text corpus, or of parts of it: make data-text-corpus SAMPLES=FOLDER PARTS="00 01"
+	mkdir -p corpora/text_corpus
+	$(BIN)/python -m tools.train_tokenizer --input $(CORPUS_TRAIN) --vocab-size 8192 --output corpora/text_corpus/tokenizer.model
+	for part in "train $(CORPUS_TRAIN)" "validation $(CORPUS)/validation.jsonl.zst" "shift $(CORPUS)/shift.jsonl.zst"; do \
+	  $(PREPROCESS) --input $${part#* } --tokenizer-type sentencepiece --data-card \
+	    --vocab-file corpora/text_corpus/tokenizer.model --output-prefix corpora/text_corpus/$${part%% *} || exit 1; \
+	done
+	@echo "now: $(BIN)/python -m tools.compare configs/experiments/ladder_small.yml   # or ladder.yml, with all parts"
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,7 +23,9 @@ EPILOG = """examples:
   python -m tools.compare configs/experiments/compare_lm.yml --models metala,softmax --sizes small --seeds 1 \\
     --name trial --devices cpu schedule.train_steps=50 batch.global_batch_size=4 batch.micro_batch_size=4
   python -m tools.compare configs/experiments/compare_lm.yml --data data/c4.yml   train on other text
+  python -m tools.compare configs/experiments/ladder_small.yml --check                      check the text first
   python -m tools.compare configs/experiments/ladder_small.yml --minutes 8 --positions      sizes, a fit and the report
+  python -m tools.compare configs/experiments/ladder_small.yml --table --page ladder.md     the results as one page
 
 Each run equals `python train.py runs/NAME/RUN/run.yml`. Its folder also holds train.log. To continue after --minutes,
 Ctrl-C or a kill, run the same command again. The tables and figures show the complete runs: runs/NAME/results.md,
@@ -39,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.compare.spec import plan_runs, read_comparison
 
     comparison = read_comparison(options.file)
+    if options.page is not None and comparison.ladder is None:
+        raise ValueError(f"--page {options.page}: {options.file} has no section `ladder`, whose results the page shows")
     changes: dict[str, Any] = {"name": options.name, "data": options.data, "workers": options.workers}
     changes["time_budget_minutes"] = options.minutes
     comparison = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
@@ -49,21 +53,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plan:
         return 0
     check_existing_runs(runs)
-    failed = {} if options.table else _train(comparison, runs, options)
+    if options.check:
+        _prepare(comparison, runs)
+        print(f"The text is ready for all runs. {comparison.folder} may be copied to the machine that trains.")
+        return 0
+    failed = {} if options.table or all(run.complete for run in runs) else _train(comparison, runs, options)
     if options.positions:
         _measure_positions(comparison, runs, options)
-    write_results(comparison, runs)
+    write_results(comparison, runs, options.file, options.page)
     for name, text in failed.items():
         print(f"\n{name} failed:\n{text}", file=sys.stderr)
     return 0 if all(run.complete for run in runs) else 1
 
 
-def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
-    """Print the tables, and write results.md, results.json and the figures to the comparison's folder."""
+def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page: Path | None = None) -> None:
+    """Print the tables, and write results.md, results.json and the figures to the comparison's folder.
+
+    file: of the comparison. page: also write a ladder's results as a Markdown page of the documentation.
+    """
     from data.atomic_io import write_text
     from megatron_lite.checkpoint.storage import versions
     from megatron_lite.metrics.logger import finite
     from tools.compare.figures import draw
+    from tools.compare.launches import launch_note, launches, machine
     from tools.compare.results import plan_table, progress_note, read_results, rows_of, tables
 
     results = read_results(runs)
@@ -73,17 +85,24 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     text = tables(rows, reference) if rows else "No run is complete yet.\n"
     written = [comparison.folder / "results.md", comparison.folder / "results.json"]
     if comparison.ladder is not None and rows:
-        from tools.compare.ladder_report import write_ladder
+        from tools.compare.ladder_report import markdown, write_ladder
 
-        report, files = write_ladder(comparison, comparison.ladder, runs, results, rows)
-        text, written = f"{report}\n{text}", written + files
+        sections, files = write_ladder(comparison, comparison.ladder, runs, results, rows)
+        text, written = f"{markdown(sections)}\n{text}", written + files
+        if page is not None:
+            command = f"python -m tools.compare {file} --positions"
+            parts = [f"# {comparison.title}\n", launch_note(comparison.folder) + "\n", *([f"{note}\n"] if note else [])]
+            write_text(page, "\n".join([*parts, markdown(sections, command)]))
+            written.append(page)
     print("\n" + text + (f"\n{note}\n" if note else ""))
-    machine, date = _machine(), datetime.date.today().isoformat()
-    document = f"# {comparison.title}\n\n{machine}; {date}.\n\n{text}\n{note}\n\n## Runs\n\n{plan_table(runs)}"
+    document = (
+        f"# {comparison.title}\n\n{launch_note(comparison.folder)}\n\n{text}\n{note}\n\n## Runs\n\n{plan_table(runs)}"
+    )
     content = {
         "title": comparison.title,
-        "date": date,
-        "machine": machine,
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "launches": launches(comparison.folder),
         "versions": versions(),
         "command": ["python", "-m", "tools.compare", *sys.argv[1:]],
         "runs": [
@@ -111,25 +130,34 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     print("\n".join(map(str, written)))
 
 
-def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> dict[str, str]:
-    from tools.compare.launcher import prepare, run_all
+def _prepare(comparison: Comparison, runs: Sequence[Run]) -> None:
+    from tools.compare.launcher import prepare
 
     prepare(runs)
     if comparison.ladder is not None:
         from tools.compare.held_out import check_held_out
 
         check_held_out(comparison, comparison.ladder, runs)
+
+
+def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> dict[str, str]:
+    from tools.compare.launcher import run_all
+    from tools.compare.launches import recorded_launch
+
+    _prepare(comparison, runs)
     devices = _devices(options.devices or comparison.devices)
-    outcome = run_all(
-        runs,
-        devices=devices,
-        # The file's number is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
-        workers=1 if devices == ["cpu"] and options.workers is None else comparison.workers,
-        minutes=comparison.time_budget_minutes,
-        tune_kernels=comparison.tune_kernels,
-        in_order=comparison.ladder is not None,  # the smaller sizes predict the largest one, so they come first
-        progress=True,
-    )
+    # The file's number is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
+    workers = 1 if devices == ["cpu"] and options.workers is None else comparison.workers
+    with recorded_launch(comparison.folder, devices, workers):
+        outcome = run_all(
+            runs,
+            devices=devices,
+            workers=workers,
+            minutes=comparison.time_budget_minutes,
+            tune_kernels=comparison.tune_kernels,
+            in_order=comparison.ladder is not None,  # the smaller sizes predict the largest one, so they come first
+            progress=True,
+        )
     if outcome.stopped:
         print(f"stopped ({outcome.stopped}): run the same command again to continue", file=sys.stderr)
     return outcome.failed
@@ -164,16 +192,6 @@ def _devices(requested: Sequence[int | str] | None) -> list[str]:
     return visible or [str(i) for i in range(count)] or ["cpu"]
 
 
-def _machine() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    else:
-        hardware = f"{os.cpu_count()} processor cores"
-    return f"{hardware}, torch {torch.__version__}"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = command_line("python -m tools.compare", __doc__, EPILOG)
     parser.add_argument("file", type=Path, help="YAML file, such as configs/experiments/compare_lm.yml")
@@ -196,7 +214,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--positions", action="store_true", help="after training, measure the loss by position of the largest size"
     )
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="also write a ladder's results as a page, as docs/results/ladder.md"
+    )
     parser.add_argument("--plan", action="store_true", help="list the runs with their parameters, without training")
+    parser.add_argument("--check", action="store_true", help="prepare and check the text, without training")
     parser.add_argument("--table", action="store_true", help="write tables and figures of complete runs, do not train")
     return parser
 

@@ -1,4 +1,4 @@
-"""Report a ladder: fits, the predicted and the trained losses of the largest size, loss by source and position, one page."""
+"""Report a ladder: mixers by purpose, fits, predicted and trained losses of the largest size, loss by source and position."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.compare.held_out import compressors_of, positions_of
+from tools.compare.ladder_choices import choices, scores
 from tools.compare.results import Result, Row, ranked
 from tools.compare.rungs import Ladder
 from tools.compare.scaling_fit import ScalingFit, fit_losses
@@ -23,16 +24,16 @@ _INTERVAL = "Brackets hold 95 % intervals of a residual bootstrap."
 
 def write_ladder(
     comparison: Comparison, ladder: Ladder, runs: Sequence[Run], results: Sequence[Result], rows: Sequence[Row]
-) -> tuple[str, list[Path]]:
-    """Write ladder.png and ladder.html to the comparison's folder. Return the tables as Markdown, and the files."""
+) -> tuple[list[Section], list[Path]]:
+    """Write ladder.png and ladder.html to the comparison's folder. Return the tables, and the files."""
     rungs = ladder.rungs()
     all_fits, problems = _fits(results)
     smaller = [result for result in results if rungs[result.run.size][0] != ladder.largest]
     fits, more = _fits(smaller)
     sections = [
+        *_largest(comparison, ladder, runs, results, rows),
         _predictions(ladder, runs, rows, fits, more),
         _constants(all_fits, problems, results),
-        *_largest(comparison, ladder, runs, rows),
     ]
     sections = [section for section in sections if section.rows or section.note]
     files = [comparison.folder / "ladder.html"]
@@ -42,29 +43,39 @@ def write_ladder(
         files.insert(0, picture)
         parts.insert(0, picture_html("Loss over compute", picture.read_bytes(), "png"))
     write_page(files[-1], comparison.title, parts)
-    return "\n".join(_markdown(section) for section in sections), files
+    return sections, files
 
 
-def _markdown(section: Section) -> str:
-    table = markdown_table(section.header, section.rows, aligned=True) + "\n\n" if section.rows else ""
-    return f"## {section.title}\n\n{table}" + (f"{section.note}\n" if section.note else "")
+def markdown(sections: Sequence[Section], command: str = "") -> str:
+    """Return the tables as Markdown. command: stands below every title."""
+    parts = []
+    for section in sections:
+        parts.append(f"## {section.title}\n")
+        parts += [f"    {command}\n"] if command else []
+        if section.rows:
+            parts.append(
+                markdown_table(section.header, section.rows, text_columns=section.text_columns, aligned=True) + "\n"
+            )
+        parts += [f"{section.note}\n"] if section.note else []
+    return "\n".join(parts)
 
 
-def _fits(results: Sequence[Result]) -> tuple[dict[str, ScalingFit], list[str]]:
+def _fits(results: Sequence[Result]) -> tuple[dict[str, ScalingFit], str]:
     """Return model -> fit of its complete runs, and why other models have none."""
-    fits, problems = {}, []
+    fits: dict[str, ScalingFit] = {}
+    without: dict[str, list[str]] = {}
     for model in dict.fromkeys(result.run.model for result in results):
         complete = [r for r in results if r.run.model == model and r.final and math.isfinite(r.final["loss"])]
         points = [(r.run.body, r.tokens, r.final["loss"]) for r in complete if r.final]
         try:
-            fits[model] = fit_losses(*np.array(points or np.zeros((0, 3))).T, name=model)
+            fits[model] = fit_losses(*np.array(points or np.zeros((0, 3))).T, name="the fit")
         except ValueError as error:
-            problems.append(str(error))
-    return fits, problems
+            without.setdefault(str(error).removeprefix("the fit: "), []).append(model)
+    return fits, "".join(f" No fit of {', '.join(models)}: {reason}." for reason, models in without.items())
 
 
 def _predictions(
-    ladder: Ladder, runs: Sequence[Run], rows: Sequence[Row], fits: Mapping[str, ScalingFit], problems: Sequence[str]
+    ladder: Ladder, runs: Sequence[Run], rows: Sequence[Row], fits: Mapping[str, ScalingFit], problems: str
 ) -> Section:
     trained = {(row.model, row.size): row for row in rows}
     cells = []
@@ -85,13 +96,11 @@ def _predictions(
             ]
         )
     header = ["model", "rung", "predicted loss", "trained", "predicted minus trained"]
-    note = " ".join(
-        [f"Predicted from the sizes below {ladder.largest}. {_INTERVAL}", *(f"No fit: {p}." for p in problems)]
-    )
+    note = f"Predicted from the sizes below {ladder.largest}. {_INTERVAL}{problems}"
     return Section(f"Prediction of {ladder.largest}", header, cells, note)
 
 
-def _constants(fits: Mapping[str, ScalingFit], problems: Sequence[str], results: Sequence[Result]) -> Section:
+def _constants(fits: Mapping[str, ScalingFit], problems: str, results: Sequence[Result]) -> Section:
     labels = {result.run.model: result.run.label for result in results}
     rows = []
     for model, fit in fits.items():
@@ -101,12 +110,13 @@ def _constants(fits: Mapping[str, ScalingFit], problems: Sequence[str], results:
     if fits:
         n, d = next(iter(fits.values())).center
         note += f" N0 = {n / 1e6:,.3g} M and D0 = {d / 1e6:,.4g} M for the first model. {_INTERVAL}"
-    note = " ".join([note, *(f"No fit: {problem}." for problem in problems)])
-    return Section("Fit of all sizes", ["model", "runs", "E", "A", "a", "B", "b"], rows, note)
+    return Section("Fit of all sizes", ["model", "runs", "E", "A", "a", "B", "b"], rows, note + problems)
 
 
-def _largest(comparison: Comparison, ladder: Ladder, runs: Sequence[Run], rows: Sequence[Row]) -> list[Section]:
-    """Return the tables of the largest rung that has a complete run: loss, bits per byte, by source, by position."""
+def _largest(
+    comparison: Comparison, ladder: Ladder, runs: Sequence[Run], results: Sequence[Result], rows: Sequence[Row]
+) -> list[Section]:
+    """Return the tables of the largest rung with a complete run: choices, loss, bits per byte, by source and position, scores."""
     complete = {row.size for row in rows}
     reached = [rung for rung in ladder.rungs() if rung in complete]
     if not reached:
@@ -149,10 +159,13 @@ def _largest(comparison: Comparison, ladder: Ladder, runs: Sequence[Run], rows: 
         ]
         for i, bin in enumerate(bins[with_bins[0].model] if with_bins else [])
     ]
+    late = {row.model: bins[row.model][-1]["loss"] for row in with_bins}
     return [
+        choices(rung, rows, runs, late),
         Section(f"Loss at {rung}", header, overview, note if compressors else ""),
         Section(f"Loss by source at {rung}", ["source", *labels], by_source if len(sources) > 1 else []),
         Section(f"Loss by position at {rung}", ["position", *(row.label for row in with_bins)], by_position),
+        scores(rung, runs, results),
     ]
 
 

@@ -175,14 +175,15 @@ def plan_runs(
             for name in models:
                 if name != equal.reference:
                     cells[size, name] = _with_equal_parameters(cells[size, name], reference, equal)
-    for size, model in names if comparison.ladder is not None else ():
-        cells[size, model] = _on_rung(cells[size, model], comparison.ladder, size)
+    if comparison.ladder is not None:
+        _set_rungs(cells, comparison.ladder)
+    parameters = {key: count_parameters(config.model) for key, (_, config) in cells.items()}
     runs: dict[Path, Run] = {}
     every = dict.fromkeys(seeds or [seed for size in sizes for seed in comparison.seeds_of(rungs[size])])
     for seed, size, model in itertools.product(every, sizes, models):
         if seed not in (seeds or comparison.seeds_of(rungs[size])):
             continue
-        run = _run(comparison, size, model, seed, *cells[size, model])
+        run = _run(comparison, size, model, seed, *cells[size, model], parameters[size, model])
         if (other := runs.setdefault(run.folder, run)) is not run:
             raise ValueError(
                 f"models.{model} in size {size or '(none)'} and models.{other.model} in size {other.size or '(none)'} "
@@ -239,15 +240,23 @@ def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]
 
 
 def _with_equal_parameters(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
-    target = _body(reference[1].model)
+    target = count_parameters(reference[1].model) - _in_tables(reference[1].model)
     width = equal_width(cell[1].model, target, multiple=equal.multiple, tolerance=equal.tolerance)
     return _changed(cell, width)
 
 
-def _on_rung(cell: _Cell, ladder: Ladder, rung: str) -> _Cell:
-    target = round(ladder.parameters[ladder.rungs()[rung][0]])
-    width = equal_width(cell[1].model, target, multiple=ladder.multiple, tolerance=ladder.tolerance)
-    return _changed(cell, width, steps_of_rung(ladder, rung, cell[1]))
+def _set_rungs(cells: dict[tuple[str, str], _Cell], ladder: Ladder) -> None:
+    """Set MLP width and steps of every cell; the rungs of one size share the width."""
+    rungs = ladder.rungs()
+    widths: dict[tuple[str, str], int] = {}
+    for (rung, model), cell in cells.items():
+        size = rungs[rung][0]
+        if (size, model) not in widths:
+            target = round(ladder.parameters[size])
+            widths[size, model] = equal_width(
+                cell[1].model, target, multiple=ladder.multiple, tolerance=ladder.tolerance
+            )
+        cells[rung, model] = _changed(cell, widths[size, model], steps_of_rung(ladder, rung, cell[1]))
 
 
 def _changed(cell: _Cell, width: int, steps: int | None = None) -> _Cell:
@@ -262,7 +271,9 @@ def _changed(cell: _Cell, width: int, steps: int | None = None) -> _Cell:
     return merged.tree, config.model_copy(update=update)
 
 
-def _run(comparison: Comparison, size: str, model: str, seed: int, tree: Tree, config: Config[ModelConfig]) -> Run:
+def _run(
+    comparison: Comparison, size: str, model: str, seed: int, tree: Tree, config: Config[ModelConfig], parameters: int
+) -> Run:
     name = "-".join(filter(None, (model, size, f"seed{seed}")))
     folder = comparison.folder / name
     content = {**tree, "run": {**tree.get("run", {}), "name": name, "directory": str(folder), "seed": seed}}
@@ -275,8 +286,8 @@ def _run(comparison: Comparison, size: str, model: str, seed: int, tree: Tree, c
         folder,
         text,
         config,
-        count_parameters(config.model),
-        _body(config.model),
+        parameters,
+        parameters - _in_tables(config.model),
     )
 
 
@@ -289,10 +300,9 @@ def _resolved(file: str) -> str:
     return file if (CONFIGS / file).is_file() or not Path(file).is_file() else str(Path(file).resolve())
 
 
-def _body(config: ModelConfig) -> int:
-    """Return the number of parameters without embedding and output projection."""
-    tables = 1 if config.tie_embeddings else 2
-    return count_parameters(config) - tables * config.vocab_size * config.hidden_size
+def _in_tables(config: ModelConfig) -> int:
+    """Return the number of parameters of embedding and output projection."""
+    return (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
 
 
 def _selected(option: str, requested: Sequence[str], known: list[str]) -> list[str]:

@@ -17,10 +17,11 @@ from megatron_lite.config.data_schema import DataConfig
 from tests.data.inline_pool import Inline
 from tests.tools.compare.test_plan import EXPERIMENTS, comparison
 from tools.compare import held_out
-from tools.compare.__main__ import main
+from tools.compare.__main__ import main, write_results
 from tools.compare.held_out import check_held_out, compressors_of
-from tools.compare.ladder_report import write_ladder
-from tools.compare.results import Result, rows_of
+from tools.compare.ladder_choices import choices, scores
+from tools.compare.ladder_report import markdown, write_ladder
+from tools.compare.results import Result, Row, rows_of
 from tools.compare.rungs import Ladder
 from tools.compare.spec import plan_runs, read_comparison
 
@@ -73,6 +74,9 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes
     assert given["in_order"]
     sizes = [name.split("-")[1] for name in given["names"]]
     assert sizes == ["600k"] * 3 + ["1200k"] * 2 + ["2500k"] * 2 + ["5m"]
+    given.clear()
+    assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--check"]) == 0
+    assert not given
 
 
 def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path: Path, monkeypatch) -> None:
@@ -202,17 +206,20 @@ def ladder_results(folder: Path, trained: bool = True) -> tuple[Any, list[Any], 
                 continue
             body = int(ladder.parameters[size])
             tokens = round(body * ratio)
+            mixer = "attention" if model == "softmax" else model
             config = SimpleNamespace(
-                batch=SimpleNamespace(tokens_of=lambda steps: steps), schedule=SimpleNamespace(train_steps=tokens)
+                batch=SimpleNamespace(tokens_of=lambda steps: steps),
+                schedule=SimpleNamespace(train_steps=tokens),
+                model=SimpleNamespace(mixers=(mixer,), num_layers=8, hidden_size=256, mlp_width=512),
             )
             run: Any = SimpleNamespace(
                 model=model, label=model.title(), size=rung, seed=1, parameters=2 * body, body=body, config=config
             )
-            run.folder = folder / f"{model}-{rung}"
+            run.folder, run.name = folder / f"{model}-{rung}", f"{model}-{rung}"
             run.folder.mkdir(parents=True, exist_ok=True)
             loss = law(body, tokens) + more
             final = {"loss": loss, "bits_per_byte": loss / 3, "loss/x": loss - 1, "loss/y": loss + 1}
-            done = trained or size != "40m"
+            run.complete = done = trained or size != "40m"
             runs.append(run)
             test = {"loss": loss + 2} if done else None
             results.append(Result(run, [final], final if done else None, tokens, 1.0, test))
@@ -224,13 +231,14 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     (tmp_path / held_out.FILE).write_text(json.dumps({"compressors": {"xz -9": 2.0}}))
     bins = [{"from": 1, "to": 8, "loss": 5.0}, {"from": 9, "to": 16, "loss": 4.0}]
     (runs[8].folder / held_out.POSITIONS).write_text(json.dumps({"bins": bins}))
-    document, files = write_ladder(planned, planned.ladder, runs, results, rows_of(results))
+    sections, files = write_ladder(planned, planned.ladder, runs, results, rows_of(results))
+    document = markdown(sections)
     loss = law(4e7, 4e8)
     predicted = next(line for line in document.splitlines() if "40m-10x" in line and line.startswith("| Softmax"))
     assert f"{loss:.4f} [{loss:.4f}, {loss:.4f}]" in predicted
     assert predicted.rstrip(" |").endswith(("+0.0000", "-0.0000"))
     # Without the largest size the second model has two sizes only.
-    assert "No fit: metala: 6 different points, 2 sizes, 4 token counts" in document
+    assert "No fit of metala: 6 different points, 2 sizes, 4 token counts" in document
     assert "| Softmax |    9 | 1.690 [1.690, 1.690]" in document
     assert f"{1 - loss / 6:.1%}" in document
     assert f" {loss + 2:.4f} |" in document
@@ -244,9 +252,77 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
 
 def test_largest_size_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
     planned, runs, results = ladder_results(tmp_path, trained=False)
-    document, _ = write_ladder(planned, planned.ladder, runs, results, rows_of(results))
+    document = markdown(write_ladder(planned, planned.ladder, runs, results, rows_of(results))[0])
     loss = law(4e7, 4e8)
     line = next(line for line in document.splitlines() if line.startswith("| Softmax") and "40m-10x" in line)
     assert line.split("|")[3].strip().startswith(f"{loss:.4f} [")
     assert [cell.strip() for cell in line.split("|")[4:6]] == ["-", "-"]
     assert "## Loss at 20m-20x" in document
+
+
+def test_mixers_within_the_noise_share_a_purpose() -> None:
+    """Three models; two small rungs with two seeds give the noise of a difference: sqrt(0.0002) = 0.0141."""
+
+    def row(model: str, size: str, *losses: float, **more: float) -> Row:
+        values = {metric: {1: value} for metric, value in more.items()}
+        return Row(model, model.upper(), size, 9, 9, {"loss": dict(enumerate(losses, 1)), **values})
+
+    runs: list[Any] = [
+        SimpleNamespace(model=model, config=SimpleNamespace(model=SimpleNamespace(mixers=mixers)))
+        for model, mixers in (("a", ("attention",)), ("b", ("gla",)), ("c", ("gla", "attention")))
+    ]
+    small = [row("a", "s", 5.0, 5.0), row("b", "s", 5.1, 5.12), row("c", "s", 4.9, 4.88)]
+    large = [
+        row("a", "m", 4.00, test=4.5, **{"loss/x": 3.0, "loss/y": 5.0}),
+        row("b", "m", 4.20, test=4.6, **{"loss/x": 3.1, "loss/y": 4.9}),
+        row("c", "m", 3.99, test=4.7, **{"loss/x": 2.9, "loss/y": 4.8}),
+    ]
+    section = choices("m", [*small, *large], runs, {"a": 3.5, "b": 3.4})
+    cells = {row[0]: list(row[1:]) for row in section.rows}
+    assert cells["lowest loss"] == ["C, A", "3.9900", "B", "+0.2100 ± 0.0141"]
+    # One model without softmax layers is no choice; no seeds of data.test, so no noise.
+    assert "lowest loss with a state of constant size" not in cells
+    assert cells["text of an unseen source"] == ["A", "4.5000", "B", "+0.1000"]
+    assert cells["last positions of a text"] == ["B", "3.4000", "A", "+0.1000 ± 0.0141"]
+    assert cells["lowest loss in most sources"] == ["C", "2 of 2", "-", "-"]
+    assert "two standard errors" in section.note
+    assert "the noise of a difference is unknown" in choices("m", large, runs, {}).note
+
+
+def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_with_the_loss(tmp_path: Path) -> None:
+    _, runs, results = ladder_results(tmp_path)
+    for run, result in zip(runs, results, strict=True):
+        if run.model == "softmax":
+            value = 10 - (result.final or {})["loss"]
+            content = {"results": {"ruler": {"niah": {"score": value}}}, "details": {}}
+            content["details"] = {"ruler": {"niah": {"score": {"stderr": 0.125, "chance": 0.25}}}}
+            (run.folder / "results.json").write_text(json.dumps(content))
+    section = scores("40m-10x", runs, results)
+    assert list(section.header) == ["task", "chance", "correlation with the loss", "Softmax"]
+    (row,) = section.rows
+    assert row[:3] == ["niah, score", "0.250", "-1.00"]
+    assert row[3] == f"{10 - law(4e7, 4e8):.3f} ± 0.125"
+    assert not scores("5m-10x", runs, []).rows
+
+
+def test_page_holds_the_launches_and_a_command_for_every_table(tmp_path: Path, monkeypatch, capsys) -> None:
+    planned, runs, results = ladder_results(tmp_path)
+    planned.equal_parameters = None
+    monkeypatch.setattr("tools.compare.results.read_results", lambda _: results)
+    line = {"date": "2026-01-02", "machine": "1 x GPU", "commit": "abc1234", "workers": 8, "seconds": 300, "busy": 0.9}
+    lines = [line, {**line, "seconds": 100, "busy": 0.5}, {**line, "commit": "", "busy": None}]
+    (tmp_path / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = tmp_path / "docs" / "ladder.md"
+    write_results(planned, runs, Path("ladder.yml"), page)
+    assert str(page) in capsys.readouterr().out
+    text = page.read_text()
+    assert text.startswith(
+        "# T\n\n1 x GPU; 2026-01-02; commit abc1234; 700 s in 3 launches; kernels ran in 80% of the GPU's"
+    )
+    titles = [part.splitlines() for part in text.split("## ")[1:]]
+    assert titles[0][0] == "Which mixer for which purpose, at 40m-10x"
+    assert all(lines[2] == "    python -m tools.compare ladder.yml --positions" for lines in titles)
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert [line["seconds"] for line in saved["launches"]] == [300, 100, 300]
+    assert main([str(EXPERIMENTS / "compare_lm.yml"), "--page", "x.md", "--plan"]) == 2
+    assert "has no section `ladder`, whose results the page shows" in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""The record of training commands, with the share of the time in which the GPUs ran kernels."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from tools.compare.launches import launch_note, launches, recorded_launch
+
+# Stands for nvidia-smi: one line per sample until it is stopped.
+SAMPLER = """#!/bin/sh
+echo "$@" > "$WORDS"
+echo 90
+echo "[N/A]"
+echo 70
+touch "$WORDS.ready"
+exec sleep 60
+"""
+
+
+def test_launches_hold_the_share_of_the_time_with_kernels(tmp_path: Path, monkeypatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SAMPLER)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("WORDS", str(tmp_path / "words"))
+    folder = tmp_path / "runs"
+    assert launches(folder) == []
+    with recorded_launch(folder, ["0", "3"], workers=8):
+        end = time.monotonic() + 30
+        while not (tmp_path / "words.ready").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+    (line,) = launches(folder)
+    assert line["busy"] == 0.8
+    assert line["workers"] == 8
+    assert line["command"][:3] == ["python", "-m", "tools.compare"]
+    assert "--id=0,3" in (tmp_path / "words").read_text()
+    assert "kernels ran in 80% of the GPU's time, 8 runs at once." in launch_note(folder)
+    with recorded_launch(folder, ["cpu"], workers=1):
+        pass
+    assert launches(folder)[1]["busy"] is None
+    assert "2 launches; kernels ran in 80%" in launch_note(folder)

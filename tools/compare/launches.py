@@ -1,0 +1,114 @@
+"""Record every training command of a comparison: machine, commit, time, and the share of it in which the GPUs ran kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import IO, Any
+
+FILE = "launches.jsonl"
+_ROOT = Path(__file__).parents[2]
+_SAMPLE_MILLISECONDS = 500
+
+
+@contextmanager
+def recorded_launch(folder: Path, devices: Sequence[str], workers: int) -> Iterator[None]:
+    """Append a line about the training inside to `launches.jsonl` of a folder.
+
+    `nvidia-smi` samples the GPUs, where it is installed: the share of the time in which at least one kernel runs.
+
+    Args:
+        devices: "cpu", or names for CUDA_VISIBLE_DEVICES.
+        workers: processes per device.
+    """
+    begin = time.monotonic()
+    with tempfile.TemporaryFile("w+") as samples:
+        sampler = _start_sampler(devices, samples)
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - begin
+            if sampler is not None:
+                sampler.terminate()
+                sampler.wait()
+            samples.seek(0)
+            percent = [float(line) for line in samples if line.strip().isdigit()]
+            content = {
+                "date": date.today().isoformat(),
+                "command": ["python", "-m", "tools.compare", *sys.argv[1:]],
+                "machine": machine(),
+                "commit": _commit(),
+                "devices": list(devices),
+                "workers": workers,
+                "seconds": round(seconds, 3),
+                "busy": round(statistics.mean(percent) / 100, 4) if percent else None,
+            }
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / FILE).open("a") as lines:
+                lines.write(json.dumps(content) + "\n")
+
+
+def launches(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of the training commands, oldest first; empty before the first one."""
+    path = folder / FILE
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def launch_note(folder: Path) -> str:
+    """Return a sentence with machines, commits, time and the GPUs' share of it with kernels."""
+    lines = launches(folder)
+    if not lines:
+        return f"{machine()}; {date.today().isoformat()}."
+    machines, commits = (dict.fromkeys(filter(None, (line[key] for line in lines))) for key in ("machine", "commit"))
+    note = f"{'; '.join(machines)}; {lines[-1]['date']}; commit {', '.join(commits) or 'unknown'}; "
+    note += f"{sum(line['seconds'] for line in lines):,.0f} s in {len(lines)} launches"
+    if sampled := [line for line in lines if line["busy"] is not None]:
+        seconds = sum(line["seconds"] for line in sampled)
+        busy = sum(line["seconds"] * line["busy"] for line in sampled) / max(seconds, 1e-9)
+        workers = ", ".join(map(str, dict.fromkeys(line["workers"] for line in sampled)))
+        note += f"; kernels ran in {busy:.0%} of the GPU's time, {workers} runs at once"
+    return note + "."
+
+
+def machine() -> str:
+    """Return the devices and torch's version."""
+    import torch
+
+    if torch.cuda.is_available():
+        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    else:
+        hardware = f"{os.cpu_count()} processor cores"
+    return f"{hardware}, torch {torch.__version__}"
+
+
+def _start_sampler(devices: Sequence[str], out: IO[str]) -> subprocess.Popen[str] | None:
+    program = None if list(devices) == ["cpu"] else shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    words = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", f"--id={','.join(devices)}"]
+    return subprocess.Popen(
+        [program, *words, f"--loop-ms={_SAMPLE_MILLISECONDS}"],
+        stdout=out,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C stops it with the training, not before
+    )
+
+
+def _commit() -> str:
+    """Return the checked-out commit, with "-dirty" after changes; "" without git."""
+    try:
+        words = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
