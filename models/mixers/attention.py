@@ -159,9 +159,9 @@ class Attention(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Compute the layer.
 
-        The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim], "mask" [batch, seen] bool and "seen"
-        [batch, 1], the number of real tokens; with cu_seqlens one row per segment, padded on the right. With a window it has
-        the last window - 1 real tokens, padded on the left. Raises ValueError for a state if not causal.
+        The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim], "mask" [batch, seen] bool, absent if nothing
+        is padded, and "seen" [batch, 1], the number of real tokens; with cu_seqlens one row per segment, padded on the right.
+        With a window it has the last window - 1 real tokens, padded on the left. Raises ValueError for a state if not causal.
         """
         if not self.options.causal and (state is not None or return_state):
             raise ValueError(
@@ -286,13 +286,15 @@ class Attention(nn.Module):
         if self.rotary_dim:
             # Positions count real tokens, so that padding shifts nothing.
             q, k = self._rotate(real.cumsum(1) - 1 + seen, q, k)
-        keys_real = real
+        keys_real = mask
         if state:
-            k, v = torch.cat([state["key"], k], 1), torch.cat([state["value"], v], 1)
-            keys_real = torch.cat([state["mask"], real], 1)
+            past = state["key"]
+            k, v = torch.cat([past, k], 1), torch.cat([state["value"], v], 1)
+            if mask is not None or "mask" in state:
+                keys_real = torch.cat([state.get("mask", real.new_ones(past.shape[:2])), real], 1)
         # A long text that is read in parts needs no mask of all pairs. One token needs no wait for the device.
-        plain = mask is None and (not state or (length > 1 and bool(state["mask"].all())))
-        allowed = None if plain else self._allowed(keys_real, length)
+        plain = keys_real is None or (mask is None and length > 1 and bool(keys_real.all()))
+        allowed = None if plain or keys_real is None else self._allowed(keys_real, length)
         if state and length == 1:
             # The heads of a group are queries of its key head, so that the cache is not copied for each of them.
             grouped = q.reshape(batch, k.shape[2], -1, self.head_dim)
@@ -308,8 +310,9 @@ class Attention(nn.Module):
             ).transpose(1, 2)
         if not return_state:
             return o, {}
-        new_state = {"key": k, "value": v, "mask": keys_real}
+        new_state = {"key": k, "value": v} if keys_real is None else {"key": k, "value": v, "mask": keys_real}
         if self.window is not None:
+            new_state.setdefault("mask", real)
             new_state = _last_real(new_state, self.window - 1, padded=mask is not None)
         return o, {**new_state, "seen": seen + real.sum(1, keepdim=True)}
 

@@ -37,6 +37,12 @@ def dot_product(
         from torch.nn.attention.bias import causal_lower_right
 
         allowed, is_causal = causal_lower_right(queries, keys), False
+    if q.is_cuda and keys != queries:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        # cuDNN plans every new number of keys, so that each decoded token would wait for a plan.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
 
 

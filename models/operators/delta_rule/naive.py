@@ -25,6 +25,9 @@ def _run(x: Operands, state: Tensor, start: int, end: int) -> tuple[Tensor, Tens
         q, k, written, read, removal, log_decay = (tensor[:, t] for tensor in x.tensors().values())
         decayed = log_decay.exp().unsqueeze(-1) * state
         old = (read.unsqueeze(-2) @ (state if x.read_before_decay else decayed)).squeeze(-2)
-        state = decayed - removal.unsqueeze(-1) * old.unsqueeze(-2) + k.unsqueeze(-1) * written.unsqueeze(-2)
+        if x.removal is x.k:  # one update of the state, which memory bounds, instead of two
+            state = torch.addcmul(decayed, k.unsqueeze(-1), (written - old).unsqueeze(-2))
+        else:
+            state = decayed - removal.unsqueeze(-1) * old.unsqueeze(-2) + k.unsqueeze(-1) * written.unsqueeze(-2)
         outputs.append((q.unsqueeze(-2) @ state).squeeze(-2))
     return (torch.stack(outputs, 1) if outputs else x.written[:, start:end]), state
