@@ -286,6 +286,8 @@ class Attention(nn.Module):
         if self.rotary_dim:
             # Positions count real tokens, so that padding shifts nothing.
             q, k = self._rotate(real.cumsum(1) - 1 + seen, q, k)
+        if state and "used" in state:
+            return self._one_token(q, k, v, state)
         keys_real = mask
         if state:
             past = state["key"]
@@ -296,9 +298,7 @@ class Attention(nn.Module):
         plain = keys_real is None or (mask is None and length > 1 and bool(keys_real.all()))
         allowed = None if plain or keys_real is None else self._allowed(keys_real, length)
         if state and length == 1:
-            # The heads of a group are queries of its key head, so that the cache is not copied for each of them.
-            grouped = q.reshape(batch, k.shape[2], -1, self.head_dim)
-            o = self.dot_product(grouped, k.transpose(1, 2), v.transpose(1, 2), allowed, False, None).reshape(q.shape)
+            o = self._of_groups(q, k, v, allowed)
         else:
             o = self.dot_product(
                 q.transpose(1, 2),
@@ -315,6 +315,36 @@ class Attention(nn.Module):
             new_state.setdefault("mask", real)
             new_state = _last_real(new_state, self.window - 1, padded=mask is not None)
         return o, {**new_state, "seen": seen + real.sum(1, keepdim=True)}
+
+    def preallocate(self, state: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:
+        """Return a state with room for this many more tokens, for steps of one unpadded token each that update it in place.
+
+        "used" [1] is the number of places that the cache has filled. A window needs no more room: its state is returned.
+        """
+        if self.window is not None:
+            return state
+        places = state["key"].shape[1]
+        # Attention kernels read masks of 16 keys at a time.
+        free = -(-(places + tokens) // 64) * 64 - places
+        mask = state.get("mask", torch.ones_like(state["key"][..., 0, 0], dtype=torch.bool))
+        room = {name: F.pad(state[name], (0, 0, 0, 0, 0, free)) for name in ("key", "value")}
+        used = torch.tensor([places], device=mask.device)
+        return {**state, **room, "mask": F.pad(mask, (0, free)), "used": used}
+
+    def _one_token(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return o of one token, whose key and value are written into a state of `preallocate`, and the new state."""
+        if q.shape[1] != 1:
+            raise ValueError(f"{q.shape[1]} tokens: a preallocated state takes one token per step; give one")
+        for name, x in (("key", k), ("value", v)):
+            state[name].index_copy_(1, state["used"], x)
+        state["mask"].index_fill_(1, state["used"], True)
+        o = self._of_groups(q, state["key"], state["value"], state["mask"][:, None, None])
+        return o, {**state, "seen": state["seen"] + 1, "used": state["used"] + 1}
+
+    def _of_groups(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+        """Return o of one token. The heads of a group are queries of its key head, so that no key is copied for them."""
+        grouped = q.reshape(len(q), k.shape[2], -1, self.head_dim)
+        return self.dot_product(grouped, k.transpose(1, 2), v.transpose(1, 2), allowed, False, None).reshape(q.shape)
 
     def _allowed(self, keys_real: Tensor, length: int) -> Tensor:
         """Return which keys the last `length` tokens may attend to, [batch, 1, length, keys] bool.

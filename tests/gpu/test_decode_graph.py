@@ -20,25 +20,25 @@ def model(mixers: tuple[str, ...], window: int | None = None) -> LanguageModel:
 
 
 @pytest.mark.parametrize(
-    ("mixers", "window"), [(("metala",), None), (("retnet", "hgrn2"), None), (("gated_delta_net", "attention"), 64)]
+    ("mixers", "window"),
+    [
+        (("metala",), None),
+        (("retnet", "hgrn2"), None),
+        (("gated_delta_net", "attention"), 64),
+        (("gated_delta_net", "attention"), None),
+    ],
 )
 @torch.inference_mode()
 def test_graphed_decoding_equals_eager_decoding(mixers, window):
     lm = model(mixers, window)
     prompt = torch.randint(0, 512, (4, 100), device="cuda")
     logits, state = lm(prompt, return_state=True)
-    step = graphed_step(lm, state, 4)
+    step = graphed_step(lm, state, 4, 12)
     token = logits[:, -1:].argmax(-1)
     for _ in range(12):
         logits, state = lm(token, state=state, return_state=True)
         replayed = step(token)
-        torch.testing.assert_close(replayed, logits[:, 0])
+        torch.testing.assert_close(replayed, logits[:, 0], rtol=2e-2, atol=2e-2)
         token = logits.argmax(-1)
-
-
-@torch.inference_mode()
-def test_growing_cache_is_refused():
-    lm = model(("attention",))
-    _, state = lm(torch.zeros(2, 8, dtype=torch.long, device="cuda"), return_state=True)
-    with pytest.raises(ValueError, match="layer 1: its state 'key' grows"):
-        graphed_step(lm, state, 2)
+    with pytest.raises(ValueError, match="max_tokens 12: the state has no room for more tokens"):
+        step(token)

@@ -19,6 +19,7 @@ from .report import table, write_csv
 from .timing import timed
 
 PREFILL = 512  # tokens read at a time before decoding
+WARM_UP, PARTS = 5, 5  # steps before the measurement; parts of the measured steps
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,7 @@ def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int,
         for context in contexts:
             add(_measure_project(project_model, context, batch, steps, graph=False))
             if device == "cuda":
-                try:
-                    add(_measure_project(project_model, context, batch, steps, graph=True))
-                except ValueError as error:  # a cache of keys and values grows
-                    print(f" graph at context {context}: not measured; {error}", flush=True)
+                add(_measure_project(project_model, context, batch, steps, graph=True))
         del project_model
         if llama:
             peer = _llama(model, device, dtype)
@@ -156,7 +154,7 @@ def _measure_project(model: Any, context: int, batch: int, steps: int, *, graph:
     del output
     state = cache.nbytes()
     if graph:
-        step = graphed_step(model, cache.states, batch)
+        step = graphed_step(model, cache.states, batch, WARM_UP + steps + PARTS)
 
         def once() -> None:
             nonlocal token
@@ -194,16 +192,16 @@ def _measure_llama(model: Any, context: int, batch: int, steps: int) -> Row:
 
 
 def _time(once: Callable[[], None], steps: int, device: torch.device) -> tuple[float, float | None]:
-    """Return milliseconds per step, the median over five parts of `steps`, and peak GiB."""
-    cuda, count = device.type == "cuda", max(1, steps // 5)
+    """Return milliseconds per step, the median over `PARTS` parts of `steps`, and peak GiB."""
+    cuda, count = device.type == "cuda", max(1, steps // PARTS)
 
     def part() -> None:
         for _ in range(count):
             once()
 
-    for _ in range(5):
+    for _ in range(WARM_UP):
         once()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = statistics.median(timed(part, cuda=cuda)[1] for _ in range(5))
+    seconds = statistics.median(timed(part, cuda=cuda)[1] for _ in range(PARTS))
     return seconds / count * 1e3, torch.cuda.max_memory_allocated() / 2**30 if cuda else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,21 +12,27 @@ from torch import Tensor
 State = list[dict[str, Tensor]]
 
 
-def graphed_step(model: Any, state: State, batch: int) -> Callable[[Tensor], Tensor]:
+def graphed_step(model: Any, state: State, batch: int, max_tokens: int) -> Callable[[Tensor], Tensor]:
     """Return a function from the next tokens [batch, 1] to logits [batch, vocab_size] that continues from `state`.
 
     Each call updates the state in place and overwrites the logits of the previous call.
 
     Args:
         model: `LanguageModel` or the Hugging Face model, on CUDA, in evaluation mode.
-        state: the state after a forward pass over the prompt, of constant shapes. Attention layers
-            need a window.
+        state: the state after a forward pass over the prompt.
+        max_tokens: number of calls at most. Caches of keys and values get room for so many tokens.
 
     Raises:
-        ValueError: the state grows with the text.
+        ValueError: the state of another layer grows with the text; in a call, more than max_tokens calls.
     """
     layers = [model.embedding, *model.blocks]
-    static: State = [{name: tensor.clone() for name, tensor in layer.items()} for layer in state[: len(layers)]]
+    static: State = []
+    for layer, previous in zip(layers, state[: len(layers)], strict=True):
+        mixer = getattr(layer, "mixer", None)
+        room = mixer.preallocate(previous, max_tokens) if hasattr(mixer, "preallocate") else previous
+        static.append(
+            {name: tensor.clone() if tensor is previous.get(name) else tensor for name, tensor in room.items()}
+        )
     tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.head.weight.device)
 
     def step() -> tuple[Tensor, State]:
@@ -42,11 +49,11 @@ def graphed_step(model: Any, state: State, batch: int) -> Callable[[Tensor], Ten
             _, after = step()
             _, after = step()
         torch.cuda.current_stream().wait_stream(stream)
-        for layer, (previous, new) in enumerate(zip(static, after, strict=True)):
+        for number, (previous, new) in enumerate(zip(static, after, strict=True)):
             for name in previous:
                 if previous[name].shape != new[name].shape:
                     raise ValueError(
-                        f"layer {layer}: its state {name!r} grows from {list(previous[name].shape)} to "
+                        f"layer {number}: its state {name!r} grows from {list(previous[name].shape)} to "
                         f"{list(new[name].shape)} with every token, so a step cannot be replayed; decode without a graph"
                     )
         graph = torch.cuda.CUDAGraph()
@@ -56,7 +63,13 @@ def graphed_step(model: Any, state: State, batch: int) -> Callable[[Tensor], Ten
                 for name in previous:
                     previous[name].copy_(new[name])
 
+    calls = itertools.count(1)
+
     def replay(next_tokens: Tensor) -> Tensor:
+        if next(calls) > max_tokens:
+            raise ValueError(
+                f"max_tokens {max_tokens}: the state has no room for more tokens; record a graph with more"
+            )
         tokens.copy_(next_tokens)
         graph.replay()
         return logits

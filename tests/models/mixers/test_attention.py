@@ -131,6 +131,26 @@ def test_text_without_padding_is_read_in_parts_without_a_mask(options, monkeypat
     torch.testing.assert_close(torch.cat([y, z], 1), layer(x)[:, 5:], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", [{"num_kv_heads": 2}, {"window": 3}])
+@pytest.mark.parametrize("padded", [0, 2])
+def test_preallocated_cache_is_updated_in_place(options, padded):
+    layer, x = mixer(**options), torch.randn(2, 9, SIZE, dtype=torch.float64)
+    mask = torch.ones(2, 5 + padded, dtype=torch.bool)
+    mask[:, :padded] = False
+    prompt = F.pad(x[:, :5], (0, 0, padded, 0))
+    _, state = layer(prompt, mask=mask if padded else None, return_state=True)
+    state = layer.preallocate(state, 4)
+    place, outputs = state["key"].data_ptr(), []
+    for t in range(5, 9):
+        y, state = layer(x[:, t : t + 1], state=state, return_state=True)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[:, 5:], rtol=0, atol=1e-10)
+    if layer.window is None:
+        assert (state["key"].data_ptr(), state["used"].item()) == (place, 9 + padded)
+        with pytest.raises(ValueError, match="2 tokens: a preallocated state takes one token per step"):
+            layer(x[:, :2], state=state)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"causal": False}])
 @pytest.mark.parametrize("left", [0, 5])
 def test_padding_changes_no_real_token(options, left):

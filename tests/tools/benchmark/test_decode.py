@@ -68,19 +68,3 @@ def test_the_whole_context_is_read_before_the_steps(monkeypatch: pytest.MonkeyPa
     assert (row.tokens_per_second, row.context) == (500, 1100)
     keys_and_values = 2 * 4 * model.config.num_layers * model.config.hidden_size
     assert row.state * 2**30 == pytest.approx(2 * 1100 * keys_and_values, rel=0.01)
-
-
-def test_cache_that_grows_is_measured_without_graph(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def measured(_: object, context: int, batch: int, __: int, *, graph: bool) -> Row:
-        if graph:
-            raise ValueError("layer 3: its state 'key' grows")
-        return Row("eager", context, batch, 1.0, 2000.0, 4.0, 0.8)
-
-    monkeypatch.setattr(decode, "device_of", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(decode, "_project_model", lambda *_: None)
-    monkeypatch.setattr(decode, "_measure_project", measured)
-    rows = decode.run(tmp_path, Path("configs/model/gated_delta_net_hybrid_tiny.yml"), [8], 2, 5, "cuda", False)
-    assert [row.method for row in rows] == ["eager"]
-    assert "graph at context 8: not measured; layer 3: its state 'key' grows" in capsys.readouterr().out
