@@ -51,11 +51,9 @@ class WholeMatrices:
     def __init__(self, pieces: Sequence[MatrixPiece], group: Any) -> None:
         self.pieces, self._group = list(pieces), group
         everyone: list[list[MatrixPiece]] = [self.pieces]
-        self._rank = 0
         if group is not None:
             everyone = [[] for _ in range(dist.get_world_size(group))]
             dist.all_gather_object(everyone, self.pieces, group=group)
-            self._rank = dist.get_rank(group)
         ranks = range(len(everyone))
         self.heads = {piece.name: piece.heads for local in everyone for piece in local}
         costs = {
@@ -77,7 +75,7 @@ class WholeMatrices:
                 if owners[piece.name] == owner and sources[piece.name, piece.shard, piece.start] == rank
             ]
 
-        me = self._rank
+        me = 0 if group is None else dist.get_rank(group)
         self._outgoing = [sent(me, owner) for owner in ranks]
         self._incoming = [sent(rank, me) for rank in ranks]
         self._results_out = [[piece for piece in everyone[rank] if owners[piece.name] == me] for rank in ranks]
