@@ -59,7 +59,7 @@ class LionOptions:
     value_init: Literal["normal", "zero_order_hold"] = option(
         "normal",
         "Initial weight of values. normal: as the other projections. zero_order_hold: the diagonal matrix of the initial "
-        "(decay - 1) / log decay.",
+        "(decay - 1) / decay.",
     )
     scaled: bool = option(
         True, "true: divide each output by its normalizer, the row sum of the decayed attention matrix."
@@ -175,7 +175,7 @@ class Lion(nn.Module):
                 if weight is not None:
                     nn.init.normal_(weight, std=options.init_std)
         if options.value_init == "zero_order_hold":
-            held = -complement / torch.log1p(-complement)
+            held = -complement / (1 - complement)
             with torch.no_grad():
                 self.v_proj.weight.copy_(torch.diag(held.repeat_interleave(size // len(held))))
         self.project_inputs: FusedProjections = apply_each

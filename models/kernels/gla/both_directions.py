@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..launch import Launch, aligned, tl, triton
-from .gla import GLACase, backward, case_of, forward
+from .gla import GLACase, backward, case_of, chunk_launches, exact_launches, forward, triangle
 
 # Elements per program.
 _BLOCK = 2048
@@ -101,15 +101,24 @@ def _keys_backward(
 def _values_forward(
     case: GLACase, q: Tensor, key: Tensor, value: Tensor, g: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    return _keys_backward(
-        case, q, key, key, value, g, cu_seqlens, forward(case, key, key, value, g, None, cu_seqlens)[2]
-    )[0], ()
+    """Compute `_keys_forward` for one mask per channel of values: by the kernels of the gradient of the query."""
+    # The gradient of the query depends on neither the query nor the gradients of states: others take their places.
+    _, _, saved = forward(case, key, key, value, g, None, cu_seqlens)
+    states, needs_exact, table = saved
+    y, dk, dv, dg = (torch.empty_like(x) for x in (key, key, value, g))
+    inputs, outputs = (q, key, key, value, g, table), (y, dk, dv, dg, None, None)
+    chunk_launches(case)[1](*inputs, triangle(q.device), needs_exact, states, states, *outputs)
+    exact_launches(case)[1](needs_exact, *inputs, *outputs)
+    return y, saved
 
 
 def _values_backward(
     case: GLACase, do: Tensor, q: Tensor, key: Tensor, value: Tensor, g: Tensor, cu_seqlens: Tensor | None, saved: Any
 ) -> tuple[Tensor, ...]:
-    dq, _, saved = forward(case, do, key, value, g, None, cu_seqlens)
+    states, needs_exact, table = saved
+    dq = torch.empty_like(value)
+    chunk_launches(case)[0](do, key, value, g, table, triangle(q.device), states, dq, needs_exact)
+    exact_launches(case)[0](needs_exact, do, key, value, g, table, dq)
     return (dq, *_keys_backward(case, q, do, key, value, g, cu_seqlens, saved)[1:])
 
 

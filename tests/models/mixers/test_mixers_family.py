@@ -349,12 +349,12 @@ def test_initial_lion_decays() -> None:
 
 
 def test_initial_decays_and_values_of_long_range_arena() -> None:
-    """HiPPO-LegS has the diagonal -(n + 1). A zero-order hold of one step integrates the decay over it."""
+    """HiPPO-LegS has the diagonal -(n + 1). A zero-order hold is Lambda^-1 (Lambda - I)."""
     options = {"decay_per": "channel", "decay_init": "hippo", "dt_min": 0.01, "dt_max": 0.08, "init_std": 0.1}
     rates = torch.outer(torch.tensor([0.01, 0.02, 0.04, 0.08], dtype=torch.float64), torch.arange(1.0, 9.0).double())
     lion = initial_mixer("lion", {**options, "value_init": "zero_order_hold"})
     torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-rates).exp().flatten(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(lion.v_proj.weight.double().diag(), (1 - (-rates).exp()).div(rates).flatten())
+    torch.testing.assert_close(lion.v_proj.weight.double().diag(), 1 - rates.exp().flatten())
     assert lion.v_proj.weight.count_nonzero() == 32
     lin = initial_mixer(
         "lion", {**options, "decay_init": "s4d_lin", "decay_per": "value_channel", "causal": False}
