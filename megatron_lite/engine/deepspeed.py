@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import sys
 import warnings
@@ -91,6 +92,19 @@ def _freeze_imported_objects() -> None:
     gc.freeze()
 
 
+@cache
+def leave_compiler_unloaded() -> None:
+    """Let optimizers run without torch's compiler, whose import takes more than a second, once per process.
+
+    PyTorch wraps these methods so that torch.compile leaves them out. The trainer compiles blocks, but no optimizer.
+    """
+    optimizer, adam = torch.optim.Optimizer, torch.optim.Adam
+    for method in (optimizer.add_param_group, optimizer.load_state_dict, optimizer.state_dict, optimizer.zero_grad):
+        unwrapped = inspect.unwrap(method)
+        vars(unwrapped)["__dynamo_disable"] = unwrapped
+    adam.step = torch.no_grad()(inspect.unwrap(adam.step))  # type: ignore[method-assign]
+
+
 def import_deepspeed() -> Any:
     """Import deepspeed, apply the fixes, initialise its process group and return the module. May be called again."""
     warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
@@ -103,6 +117,7 @@ def import_deepspeed() -> Any:
         import deepspeed
         import deepspeed.accelerator.cuda_accelerator
     _freeze_imported_objects()
+    leave_compiler_unloaded()
     # The trainer reports skipped steps itself.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start, for a minute. Training does not

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state, shard_segments
 from ..operators.varlen import check_packed
 from ..options import ModelShape
-from .projections import init_std
+from .projections import init_normal, init_std
 
 
 class Embedding(nn.Module):
@@ -27,7 +27,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        nn.init.normal_(self.weight, std=init_std(config))
+        init_normal(self.weight, init_std(config))
         self.positions = None if config.max_positions is None else LearnedPositions(config, config.max_positions)
         self.scale = config.embedding_scale
         # An attribute, so that a trainer that splits the vocabulary can replace it.
@@ -80,7 +80,7 @@ class LearnedPositions(nn.Module):
     def __init__(self, config: ModelShape, max_positions: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(max_positions, config.hidden_size))
-        nn.init.normal_(self.weight, std=init_std(config))
+        init_normal(self.weight, init_std(config))
 
     def forward(
         self, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, start: Tensor | None

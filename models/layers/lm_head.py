@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..options import ModelShape
 from .norm import Norm
-from .projections import init_std, linear
+from .projections import init_normal, init_std, linear
 
 
 class Head(nn.Module):
@@ -28,7 +28,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = Norm(config)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        nn.init.normal_(self.weight, std=init_std(config))
+        init_normal(self.weight, init_std(config))
         masked = config.head == "mlm"
         self.transform = _Transform(config) if masked else None
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if masked else None

@@ -30,10 +30,19 @@ def init_std(config: ModelShape, *, output: bool = False) -> float:
     return 2 / (config.num_layers * sqrt(config.hidden_size))
 
 
+def init_normal(weight: Tensor, std: float) -> None:
+    """Draw the values of a weight from N(0, std^2). On the device "meta", which has no values, do nothing.
+
+    PyTorch's own `normal_` imports the compiler there, which takes a second.
+    """
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=std)
+
+
 def linear(config: ModelShape, inputs: int, outputs: int, *, bias: bool = False, output: bool = False) -> nn.Linear:
     """Return an `nn.Linear` with weight N(0, init_std) and bias zero."""
     layer = nn.Linear(inputs, outputs, bias=bias)
-    nn.init.normal_(layer.weight, std=init_std(config, output=output))
+    init_normal(layer.weight, init_std(config, output=output))
     if bias:
         nn.init.zeros_(layer.bias)
     return layer
