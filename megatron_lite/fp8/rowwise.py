@@ -108,23 +108,18 @@ def transposed_data(x: Quantized) -> Quantized:
     return Quantized(_transposed(x.data), ones)
 
 
-def scaled_matmul(
-    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
-) -> Tensor:
-    """Return a b' + bias [rows of a, rows of b] in `dtype`; a and b have equal columns, bias [rows of b].
-
-    fast: Hopper's tensor cores add partial sums with fewer bits ("fast accumulation").
-    """
+def scaled_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Return a b' + bias [rows of a, rows of b] in `dtype`; a and b have equal columns, bias [rows of b]."""
     if a.data.is_cpu:
         y = torch.mm(dequantized(a), dequantized(b).t()).to(dtype)
         return y if bias is None else y + bias
-    return scaled_mm(a, b, dtype, bias, fast=fast)
+    return scaled_mm(a, b, dtype, bias)
 
 
-def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool) -> Tensor:
-    """Compute `scaled_matmul` with `torch._scaled_mm`."""
+def scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Compute `scaled_matmul` with `torch._scaled_mm`. Hopper adds partial sums with about 14 bits ("fast accumulation")."""
     return torch._scaled_mm(
-        a.data, b.data.t(), bias=bias, scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=fast
+        a.data, b.data.t(), bias=bias, scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=True
     )
 
 

@@ -50,9 +50,9 @@ class _Fp8MLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Any, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         rows = quantize_rows(x.reshape(-1, x.shape[-1]))
         first, second = quantize_stacked(merged([gate, up], 0)), quantize_rows(down)
-        gate_up = scaled_matmul(rows, first, x.dtype, fast=True)
+        gate_up = scaled_matmul(rows, first, x.dtype)
         hidden = swiglu_rows(gate_up)
-        y = scaled_matmul(hidden, second, x.dtype, fast=True)
+        y = scaled_matmul(hidden, second, x.dtype)
         ctx.save_for_backward(*rows, *first, gate_up, *hidden, *second)
         ctx.shape, ctx.group = x.shape, group
         # Not a view, because tensor parallelism sums the output in place.

@@ -105,9 +105,7 @@ class _FusedProjections(torch.autograd.Function):
             start = 0
             for i in fp8:
                 end = start + len(weights[i])
-                flat = scaled_matmul(
-                    rows, Quantized(*(part[start:end] for part in stacked)), x.dtype, biases[i], fast=True
-                )
+                flat = scaled_matmul(rows, Quantized(*(part[start:end] for part in stacked)), x.dtype, biases[i])
                 # Not a view, because tensor parallelism sums a row linear's output in place.
                 outputs[i] = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], end - start))
                 start = end

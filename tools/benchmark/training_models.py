@@ -16,12 +16,12 @@ from torch import Tensor
 PROJECT = "metalion"
 # The project's models under test: the configuration, and changes to it. "metalion-bf16" stores the same formats as the peers.
 _ELEMENTWISE = "parallel.activation_checkpointing.mode=elementwise"
-_BF16 = (_ELEMENTWISE, "precision.dtype=bf16", "precision.optimizer_state=bf16")
+_BF16_STATE = ("precision.dtype=bf16", "precision.optimizer_state=bf16")
 PROJECT_CHANGES: dict[str, tuple[str, ...]] = {
     PROJECT: (),
     f"{PROJECT}-elementwise": (_ELEMENTWISE,),
-    f"{PROJECT}-bf16": _BF16,
-    f"{PROJECT}-fp8": (*_BF16, "precision.fp8.recipe=rowwise"),
+    f"{PROJECT}-bf16": (_ELEMENTWISE, *_BF16_STATE),
+    f"{PROJECT}-fp8": (*_BF16_STATE, "precision.fp8.recipe=rowwise"),
 }
 PRECISIONS = ("bf16", "mixed")
 

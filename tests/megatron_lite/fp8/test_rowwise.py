@@ -92,7 +92,7 @@ def _takes_row_scales() -> bool:
     """Say whether `_scaled_mm` of this torch takes a scale per row on a CPU; torch 2.11 does not."""
     x = quantize_rows(torch.ones(16, 16))
     try:
-        scaled_mm(x, x, torch.float32, fast=False)
+        scaled_mm(x, x, torch.float32)
     except RuntimeError:
         return False
     return True
@@ -105,7 +105,7 @@ def test_scaled_mm_of_torch_agrees_with_the_reference(tokens, dtype):
     """Compare with the CPU's `_scaled_mm`, with the operands of CUDA: contiguous rows, scales [rows, 1] and [1, columns]."""
     x, w, g = (quantize_rows(draw(*size, seed=sum(size))) for size in ((tokens, 64), (32, 64), (tokens, 32)))
     for a, b in ((x, w), (g, transposed(w)), (transposed(g, x.scale), transposed_data(x))):
-        actual, expected = scaled_mm(a, b, dtype, fast=False), scaled_matmul(a, b, dtype)
+        actual, expected = scaled_mm(a, b, dtype), scaled_matmul(a, b, dtype)
         scale = expected.float().abs().amax(1, keepdim=True)
         tolerance = 2.0**-8 if dtype == torch.bfloat16 else 1e-5
         assert ((actual.float() - expected.float()).abs() <= tolerance * scale).all()
