@@ -237,7 +237,7 @@ class Lion(nn.Module):
         if self._per_channel:
             logits = to_accumulation_dtype(self.decay)
             if self.decay_weight is not None:
-                logits = logits + to_accumulation_dtype(F.linear(x, self.decay_weight))
+                logits = logits + F.linear(x, self.decay_weight)
             return logits.unflatten(-1, (-1, self.head_dim)).expand(*x.shape[:2], -1, -1)
         if self.decay_weight is None:
             return to_accumulation_dtype(self.decay).expand(*x.shape[:2], -1) if self.options.causal else self.decay
@@ -322,7 +322,8 @@ class Lion(nn.Module):
             for gate, outputs in ((self.decay_weight, dim if self._per_channel else 1), (self.input_gate, 1))
             if gate is not None
         )
-        operator = flops_per_head(length, dim, dim + self.options.scaled)
+        normalizers = (dim if self.options.decay_per == "value_channel" else 1) if self.options.scaled else 0
+        operator = flops_per_head(length, dim, dim + normalizers)
         return 8 * self._size**2 + self._heads * (gates + directions * operator)
 
 

@@ -27,7 +27,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("lion", {"variant": "lstm", "phi": "none", "causal": False, "decay_init": "half_life"}),
     ("lion", {"decay_per": "channel", "decay_init": "hippo", "value_init": "zero_order_hold", "init_std": 0.1}),
     ("lion", {"decay_per": "channel", "causal": False, "phi": "relu"}),
-    ("lion", {"decay_per": "channel", "causal": False, "variant": "d", "phi": "sigmoid", "scaled": False}),
     ("lion", {"decay_per": "channel", "causal": False, "variant": "lstm", "phi": "softplus"}),
     ("lion", {"decay_per": "value_channel", "causal": False, "decay_init": "s4d_lin"}),
     ("lion", {"decay_per": "value_channel", "causal": False, "variant": "d", "phi": "sigmoid", "scaled": False}),

@@ -108,7 +108,8 @@ def bidirectional_linear_attention(
     _check(replace(x, cu_seqlens=None))
     # Normalizers are more channels of values. Sums over a long sequence may exceed float16, so they are computed smaller.
     scale = float16_scale(v.dtype, 1)
-    values, decays = torch.cat([v * scale, torch.full_like(v, scale)], -1), torch.cat([log_decay, log_decay], -1)
+    values = torch.cat([v if scale == 1 else v * scale, torch.full_like(v, scale)], -1)
+    decays = torch.cat([log_decay, log_decay], -1)
     o = to_accumulation_dtype(compute(replace(x, v=values, log_decay=decays, normalized=False)))
     num, den = o.chunk(2, -1)
     return (num / (den + NORMALIZER_EPS * scale)).to(v.dtype)

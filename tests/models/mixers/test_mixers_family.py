@@ -171,7 +171,10 @@ OPERATORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "hgrn": lambda o: (16 if o.get("rotation") else 4) * 32,
     "hgrn2": lambda o: _chunks(4, 8, 8),
     "linear_attention": lambda o: _chunks(4, 32 if o.get("feature_map") == "taylor" else 8, 9),
-    "lion": lambda o: (1 if o.get("causal", True) else 2) * _chunks(4, 8, 9 if o.get("scaled", True) else 8),
+    "lion": lambda o: (
+        (1 if o.get("causal", True) else 2)
+        * _chunks(4, 8, 8 + (8 if o.get("decay_per") == "value_channel" else 1) * o.get("scaled", True))
+    ),
     # A, of which no product is formed, is none of the matrices.
     "mamba": lambda o: 64 * (7 * 16 + 2) - 2 * 64 * 16,
     "mamba2": lambda o: _chunks(4, 128, 16),
