@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..operators.attention_over_ranks import attention_over_ranks, whole
 from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state
-from ..operators.dot_product import (
-    dot_product,
-    flash_attention_without_padding,
-    for_each_query_head,
-    packed_flash_attention,
-    takes_flash,
-)
+from ..operators.dot_product import dot_product, packed_flash_attention, takes_flash
 from ..operators.rotary import Yarn, rotary, rotate
 from ..operators.varlen import check_packed, segment_starts
 from ..options import ModelShape, option, require_at_least, require_divisor, require_positive
@@ -258,7 +252,7 @@ class Attention(nn.Module):
             if self.rotary_dim:
                 segment, _ = segment_starts(cu_seqlens, q.shape[1])
                 q, k = self._rotate((torch.arange(q.shape[1], device=q.device) - starts[segment])[None], q, k)
-            k, v = for_each_query_head(k, q), for_each_query_head(v, q)
+            k, v = _for_each_query_head(k, q), _for_each_query_head(v, q)
             bounds = (cu_seqlens, q.shape[1])
             o = packed_flash_attention(
                 q[0], k[0], v[0], bounds, bounds, is_causal=self.options.causal, window=self.window
@@ -302,18 +296,18 @@ class Attention(nn.Module):
                 keys_real = torch.cat([state.get("mask", real.new_ones(past.shape[:2])), real], 1)
         # A long text that is read in parts needs no mask of all pairs. One token needs no wait for the device.
         plain = keys_real is None or (mask is None and length > 1 and bool(keys_real.all()))
-        causal, window = self.options.causal, self.window
-        prefill = length > 1 and (state or return_state) and self.dot_product is dot_product
+        allowed = None if plain or keys_real is None else self._allowed(keys_real, length)
         if state and length == 1:
-            o = self._of_groups(q, k, v, None if keys_real is None else self._allowed(keys_real, length))
-        elif prefill and not plain and keys_real is not None and takes_flash(q):
-            rows = q, for_each_query_head(k, q), for_each_query_head(v, q)
-            o = flash_attention_without_padding(*rows, real, keys_real, is_causal=causal, window=window)
+            o = self._of_groups(q, k, v, allowed)
         else:
-            rows = q, for_each_query_head(k, q), for_each_query_head(v, q)
-            allowed = None if plain or keys_real is None else self._allowed(keys_real, length)
-            queries, keys, values = (x.transpose(1, 2) for x in rows)
-            o = self.dot_product(queries, keys, values, allowed, plain and causal, window).transpose(1, 2)
+            o = self.dot_product(
+                q.transpose(1, 2),
+                _for_each_query_head(k, q).transpose(1, 2),
+                _for_each_query_head(v, q).transpose(1, 2),
+                allowed,
+                plain and self.options.causal,
+                self.window,
+            ).transpose(1, 2)
         if not return_state:
             return o, {}
         new_state = {"key": k, "value": v} if keys_real is None else {"key": k, "value": v, "mask": keys_real}
@@ -378,6 +372,12 @@ class Attention(nn.Module):
         window = length if self.window is None else min(self.window, length)
         scores = 4 * self._q_size * window - 2 * self._q_size * window * window // max(length, 1)
         return 2 * self._matmuls + scores
+
+
+def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """Return keys or values [batch, length, kv_heads, head_dim] once per query head of their group."""
+    groups = q.shape[2] // x.shape[2]
+    return x.repeat_interleave(groups, 2) if groups > 1 else x
 
 
 def _gated(o: Tensor, logits: Tensor) -> Tensor:

@@ -83,23 +83,3 @@ def packed_flash_attention(
         window_size=(left, 0 if is_causal else -1),
     )
     return o
-
-
-def flash_attention_without_padding(
-    q: Tensor, k: Tensor, v: Tensor, real: Tensor, keys_real: Tensor, *, is_causal: bool, window: int | None
-) -> Tensor:
-    """Return the attention of real queries to real keys in q's shape, zeros for padding, without a mask of all pairs.
-
-    q: [batch, length, heads, head_dim] that `takes_flash` accepts, k, v: [batch, keys, heads, head_dim]. real: [batch, length]
-    and keys_real: [batch, keys] bool. is_causal, window: as in `dot_product`, counted in real tokens.
-    """
-    bounds = [(F.pad(x.sum(1).cumsum(0), (1, 0)), x.shape[1]) for x in (real, keys_real)]
-    o = torch.zeros_like(q)
-    o[real] = packed_flash_attention(q[real], k[keys_real], v[keys_real], *bounds, is_causal=is_causal, window=window)
-    return o
-
-
-def for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values [batch, length, kv_heads, head_dim] once per query head of their group."""
-    groups = q.shape[2] // x.shape[2]
-    return x.repeat_interleave(groups, 2) if groups > 1 else x

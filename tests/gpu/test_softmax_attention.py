@@ -49,20 +49,3 @@ def test_packed_segments_equal_padded_rows_in_float32(options: dict[str, object]
         results.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
     for expected, value in zip(*results, strict=True):
         assert relative(value, expected) < 5e-2
-
-
-@pytest.mark.parametrize("options", [{"num_kv_heads": 2, "rotary_pct": 0.0}, {"window": 50}])
-@torch.inference_mode()
-def test_padded_prompts_equal_masks_in_float32(options: dict[str, object]) -> None:
-    config = ModelConfig(8, 2, 256, 4, mixers=("attention",), mixer_options={"attention": options})
-    torch.manual_seed(0)
-    layer = Attention(config, 0, config.options_of("attention")).cuda()
-    x, mask = torch.randn(2, 300, 256, device="cuda"), torch.ones(2, 300, dtype=torch.bool, device="cuda")
-    mask[0, :90] = False
-    results = []
-    for dtype in (torch.float32, torch.bfloat16):
-        layer.to(dtype)
-        y, state = layer(x.to(dtype), mask=mask, return_state=True)
-        z, _ = layer(x.to(dtype), mask=mask.flip(0), state=state, return_state=True)
-        results.append(torch.cat([y[mask], z[mask.flip(0)]]))
-    assert relative(results[1], results[0]) < 5e-2

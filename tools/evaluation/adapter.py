@@ -239,7 +239,7 @@ class ProjectLM(TemplateLM):
             length, longest, size = remaining[0][1], 0, 0
             for i, _ in remaining:
                 longest = max(longest, len(prompts[i]) - length + settings[i]["max_tokens"])
-                rows = min(self.scorer.batch_tokens // longest, self.scorer.state_rows(length + longest))
+                rows = min(self.scorer.batch_tokens // longest, self.scorer.state_rows(length + longest, longest))
                 if size and size >= rows:
                     break
                 size += 1

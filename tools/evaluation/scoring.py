@@ -54,9 +54,13 @@ class Scorer:
             self.state_bytes = memory // 8
         self._bytes_per_row, self._bytes_per_token = _state_bytes(self)
 
-    def state_rows(self, length: int) -> int:
-        """Return the number of states after `length` tokens that fit into `state_bytes`, at least 1."""
-        return max(1, self.state_bytes // (self._bytes_per_row + self._bytes_per_token * length))
+    def state_rows(self, length: int, padded: int = 0) -> int:
+        """Return the number of states after `length` tokens that fit into `state_bytes`, at least 1.
+
+        padded: last tokens that are read at once with padding. A cache of keys then needs a mask of all pairs, 3 bytes each.
+        """
+        mask = 3 * padded * length if self._bytes_per_token else 0
+        return max(1, self.state_bytes // (self._bytes_per_row + self._bytes_per_token * length + mask))
 
     def units(self, contexts: Sequence[Ids], targets: Sequence[Ids]) -> list[Node]:
         """Return the units of work: the trees of all requests, largest first.

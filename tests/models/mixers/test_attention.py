@@ -263,23 +263,6 @@ def flash(monkeypatch) -> list[tuple[int, int]]:
     return windows
 
 
-@pytest.mark.parametrize(("options", "window"), [({"num_kv_heads": 2}, (-1, 0)), ({"window": 3}, (2, 0))])
-def test_padded_prompt_by_flash_attention(options, window, flash, monkeypatch):
-    layer = mixer(**options).requires_grad_(False)
-    x, mask = torch.randn(2, 9, SIZE, dtype=torch.float64), torch.ones(2, 9, dtype=torch.bool)
-    mask[0, :3] = mask[1, 5:] = False
-
-    def outputs():
-        y, state = layer(x, mask=mask, return_state=True)
-        z, _ = layer(x, mask=mask.flip(0), state=state, return_state=True)
-        return torch.cat([y[mask], z[mask.flip(0)]])
-
-    computed = outputs()
-    assert flash == [window, window]
-    monkeypatch.undo()
-    torch.testing.assert_close(computed, outputs(), rtol=0, atol=1e-10)
-
-
 def test_window_by_flash_attention(flash, monkeypatch):
     q, k, v = torch.randn(3, 2, 4, 9, 8)
     cases = [(q, 3), (q, 1), (q[:, :, -2:], 4)]

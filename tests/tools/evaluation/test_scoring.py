@@ -160,6 +160,12 @@ def test_batches_fit_their_memory(name):
     assert all(rows * size[length] <= scorer.state_bytes for rows, length in scorer.shapes)
 
 
+def test_padded_rows_of_a_cache_leave_room_for_their_mask():
+    hybrid, recurrent = (Scorer(model_of(name), 100, state_bytes=1 << 30) for name in ("hybrid_tiny", "metala_tiny"))
+    assert hybrid.state_rows(16384, 16384) == 1 < hybrid.state_rows(16384)
+    assert recurrent.state_rows(16384, 16384) == recurrent.state_rows(16384) > 1000
+
+
 def test_out_of_memory_halves_the_batch_and_counts_once(monkeypatch):
     model = model_of("metala_tiny").double()
     inputs, targets = requests_with_shared_parts()
