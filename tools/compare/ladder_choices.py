@@ -92,7 +92,10 @@ def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section
     note = "Score ± standard error over the examples. Scores within two standard errors of chance show nothing. Correlation: "
     note += f"of score and validation loss over all runs with the score, from {_FEW_RUNS} runs on."
     header = ["task", "chance", "correlation with the loss", *of_rung]
-    return Section(f"Zero-shot scores and recall at {rung}", header, cells, note if cells else "")
+    missing = (
+        "Not measured: `python eval.py RUN --suite ruler` and other suites write scores to the folders of the runs."
+    )
+    return Section(f"Zero-shot scores and recall at {rung}", header, cells, note if cells else missing)
 
 
 def _best(values: Mapping[str, float], noise: float) -> list[str]:

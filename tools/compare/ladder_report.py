@@ -13,12 +13,13 @@ from tools.compare.held_out import compressors_of, positions_of
 from tools.compare.ladder_choices import choices, scores
 from tools.compare.results import Result, Row, ranked
 from tools.compare.rungs import Ladder
-from tools.compare.scaling_fit import ScalingFit, fit_losses
+from tools.compare.scaling_fit import Points, ScalingFit, fit_losses, fit_with_common_exponents
 from tools.compare.spec import Comparison, Run
 from tools.reporting.runs_page import Section, picture_html, table_html, write_page
 from tools.reporting.style import label_lines, log_axes, saved_figure, series_style
 from tools.reporting.tables import markdown_table
 
+_NEAR = 0.01  # nats, the goal of a prediction
 _INTERVAL = "Brackets hold 95 % intervals of a residual bootstrap."
 
 
@@ -27,12 +28,13 @@ def write_ladder(
 ) -> tuple[list[Section], list[Path]]:
     """Write ladder.png and ladder.html to the comparison's folder. Return the tables, and the files."""
     rungs = ladder.rungs()
-    all_fits, problems = _fits(results)
-    smaller = [result for result in results if rungs[result.run.size][0] != ladder.largest]
-    fits, more = _fits(smaller)
+    all_fits, problems = _fits(_points(results))
+    points = _points([result for result in results if rungs[result.run.size][0] != ladder.largest])
+    fits, more = _fits(points)
+    common = fit_with_common_exponents({model: points[model] for model in fits}) if len(fits) > 1 else fits
     sections = [
         *_largest(comparison, ladder, runs, results, rows),
-        _predictions(ladder, runs, rows, fits, more),
+        _predictions(ladder, runs, rows, common, fits, more),
         _constants(all_fits, problems, results),
     ]
     sections = [section for section in sections if section.rows or section.note]
@@ -60,43 +62,63 @@ def markdown(sections: Sequence[Section], command: str = "") -> str:
     return "\n".join(parts)
 
 
-def _fits(results: Sequence[Result]) -> tuple[dict[str, ScalingFit], str]:
-    """Return model -> fit of its complete runs, and why other models have none."""
+def _points(results: Sequence[Result]) -> dict[str, Points]:
+    """Return model -> parameters, tokens and losses of its complete runs."""
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for result in results:
+        of_model = points.setdefault(result.run.model, [])
+        if result.final and math.isfinite(result.final["loss"]):
+            of_model.append((result.run.body, result.tokens, result.final["loss"]))
+    return {model: (*np.array(of_model or np.zeros((0, 3))).T,) for model, of_model in points.items()}
+
+
+def _fits(points: Mapping[str, Points]) -> tuple[dict[str, ScalingFit], str]:
+    """Return model -> fit, and why other models have none."""
     fits: dict[str, ScalingFit] = {}
     without: dict[str, list[str]] = {}
-    for model in dict.fromkeys(result.run.model for result in results):
-        complete = [r for r in results if r.run.model == model and r.final and math.isfinite(r.final["loss"])]
-        points = [(r.run.body, r.tokens, r.final["loss"]) for r in complete if r.final]
+    for model, of_model in points.items():
         try:
-            fits[model] = fit_losses(*np.array(points or np.zeros((0, 3))).T, name="the fit")
+            fits[model] = fit_losses(*of_model, name="the fit")
         except ValueError as error:
             without.setdefault(str(error).removeprefix("the fit: "), []).append(model)
     return fits, "".join(f" No fit of {', '.join(models)}: {reason}." for reason, models in without.items())
 
 
 def _predictions(
-    ladder: Ladder, runs: Sequence[Run], rows: Sequence[Row], fits: Mapping[str, ScalingFit], problems: str
+    ladder: Ladder,
+    runs: Sequence[Run],
+    rows: Sequence[Row],
+    common: Mapping[str, ScalingFit],
+    own: Mapping[str, ScalingFit],
+    problems: str,
 ) -> Section:
     trained = {(row.model, row.size): row for row in rows}
-    cells = []
+    cells, errors = [], []
     for run in {(run.model, run.size): run for run in runs}.values():
-        if ladder.rungs()[run.size][0] != ladder.largest or run.model not in fits:
+        if ladder.rungs()[run.size][0] != ladder.largest or run.model not in common:
             continue
         tokens = run.config.batch.tokens_of(run.config.schedule.train_steps)
-        loss, low, high = fits[run.model].predict(run.body, tokens)
+        loss, low, high = common[run.model].predict(run.body, tokens)
         row = trained.get((run.model, run.size))
         actual = None if row is None else row.mean("loss")
+        errors += [] if actual is None else [abs(loss - actual)]
         cells.append(
             [
                 run.label,
                 run.size,
                 f"{loss:.4f} [{low:.4f}, {high:.4f}]",
+                f"{own[run.model].predict(run.body, tokens)[0]:.4f}",
                 "-" if actual is None else f"{actual:.4f}",
                 "-" if actual is None else f"{loss - actual:+.4f}",
             ]
         )
-    header = ["model", "rung", "predicted loss", "trained", "predicted minus trained"]
-    note = f"Predicted from the sizes below {ladder.largest}. {_INTERVAL}{problems}"
+    header = ["model", "rung", "predicted loss", "with own exponents", "trained", "predicted minus trained"]
+    note = f"Predicted from the sizes below {ladder.largest}, with common exponents a and b of all models. {_INTERVAL}{problems}"
+    if errors:
+        near = sum(error <= _NEAR for error in errors)
+        note += (
+            f" Within {_NEAR:g} nats: {near} of {len(errors)}; mean absolute difference {statistics.mean(errors):.4f}."
+        )
     return Section(f"Prediction of {ladder.largest}", header, cells, note)
 
 
@@ -164,7 +186,12 @@ def _largest(
         choices(rung, rows, runs, late),
         Section(f"Loss at {rung}", header, overview, note if compressors else ""),
         Section(f"Loss by source at {rung}", ["source", *labels], by_source if len(sources) > 1 else []),
-        Section(f"Loss by position at {rung}", ["position", *(row.label for row in with_bins)], by_position),
+        Section(
+            f"Loss by position at {rung}",
+            ["position", *(row.label for row in with_bins)],
+            by_position,
+            "" if by_position else "Not measured: `--positions` measures it.",
+        ),
         scores(rung, runs, results),
     ]
 

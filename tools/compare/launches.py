@@ -71,7 +71,7 @@ def launch_note(folder: Path) -> str:
         return f"{machine()}; {date.today().isoformat()}."
     machines, commits = (dict.fromkeys(filter(None, (line[key] for line in lines))) for key in ("machine", "commit"))
     note = f"{'; '.join(machines)}; {lines[-1]['date']}; commit {', '.join(commits) or 'unknown'}; "
-    note += f"{sum(line['seconds'] for line in lines):,.0f} s in {len(lines)} launches"
+    note += f"{sum(line['seconds'] for line in lines):,.0f} s in {len(lines)} launch{'es' if len(lines) > 1 else ''}"
     if sampled := [line for line in lines if line["busy"] is not None]:
         seconds = sum(line["seconds"] for line in sampled)
         busy = sum(line["seconds"] * line["busy"] for line in sampled) / max(seconds, 1e-9)

@@ -240,7 +240,9 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     # Without the largest size the second model has two sizes only.
     assert "No fit of metala: 6 different points, 2 sizes, 4 token counts" in document
     assert "| Softmax |    9 | 1.690 [1.690, 1.690]" in document
+    assert "Within 0.01 nats: 1 of 1; mean absolute difference 0.0000." in document
     assert f"{1 - loss / 6:.1%}" in document
+    assert "Not measured: `python eval.py RUN --suite ruler`" in document
     assert f" {loss + 2:.4f} |" in document
     assert "## Loss by source at 40m-10x" in document
     assert "| 9 to 16  |  4.0000 |" in document
@@ -256,8 +258,10 @@ def test_largest_size_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
     loss = law(4e7, 4e8)
     line = next(line for line in document.splitlines() if line.startswith("| Softmax") and "40m-10x" in line)
     assert line.split("|")[3].strip().startswith(f"{loss:.4f} [")
-    assert [cell.strip() for cell in line.split("|")[4:6]] == ["-", "-"]
+    assert [cell.strip() for cell in line.split("|")[4:7]] == [f"{loss:.4f}", "-", "-"]
     assert "## Loss at 20m-20x" in document
+    assert "Not measured: `--positions` measures it." in document
+    assert "Within 0.01 nats" not in document
 
 
 def test_mixers_within_the_noise_share_a_purpose() -> None:

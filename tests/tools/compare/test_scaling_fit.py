@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tools.compare.scaling_fit import fit_losses
+from tools.compare.scaling_fit import fit_losses, fit_with_common_exponents
 
 RUNGS = [(5e6, r) for r in (10, 20, 40)] + [(1e7, r) for r in (10, 20, 40)] + [(2e7, 10), (2e7, 20)]
 N = np.array([size for size, _ in RUNGS])
@@ -51,12 +51,41 @@ def test_one_diverged_seed_hardly_moves_the_fit() -> None:
 
 
 def test_noise_of_a_loss_limits_the_prediction() -> None:
-    """Predict the ladder's largest size from one run per rung, with noise of 0.2 % of the loss (docs/guide/comparing.md)."""
+    """Predict the ladder's largest size from one run per rung, with noise of 0.2 % of the loss."""
     draw = np.random.default_rng(0)
     noisy = [loss(N, D) * np.exp(0.002 * draw.standard_normal(len(N))) for _ in range(60)]
     errors = [fit_losses(N, D, losses, samples=1).predict(4e7, 4e8)[0] - loss(4e7, 4e8) for losses in noisy]
     assert 0.015 < np.std(errors) < 0.035
     assert abs(np.mean(errors)) < 0.01  # two standard errors are 0.0064
+
+
+def test_common_exponents_predict_with_less_error() -> None:
+    """Predict the largest size of six models whose exponents differ a little, with noise of 0.1 % of each loss."""
+    draw = np.random.default_rng(0)
+    common, own = [], []
+    for _ in range(5):
+        points, truth = {}, {}
+        for model in range(6):
+            E, a, b = 1.6 + 0.02 * model, 0.34 + 0.02 * draw.standard_normal(), 0.28 + 0.02 * draw.standard_normal()
+            exact = [E + 1.0 * (1e7 / n) ** a + 0.8 * (2e8 / d) ** b for n, d in [*zip(N, D, strict=True), (4e7, 4e8)]]
+            noise = np.exp(0.001 * draw.standard_normal(len(N)))
+            points[str(model)], truth[str(model)] = (N, D, np.array(exact[:-1]) * noise), exact[-1]
+        together = fit_with_common_exponents(points, samples=1)
+        for model, true in truth.items():
+            common.append(together[model].predict(4e7, 4e8)[0] - true)
+            own.append(fit_losses(*points[model], samples=1).predict(4e7, 4e8)[0] - true)
+    assert np.std(common) < 0.8 * np.std(own)
+    assert np.mean(np.abs(common) < 0.01) > 0.8
+
+
+def test_common_exponents_of_exact_points_are_recovered() -> None:
+    fits = fit_with_common_exponents({"a": (N, D, loss(N, D)), "b": (N[1:], D[1:], loss(N, D)[1:] + 0.1)}, samples=10)
+    for name, more in (("a", 0.0), ("b", 0.1)):
+        assert fits[name].interval(3) == pytest.approx((0.34,) * 3, rel=1e-3)
+        assert fits[name].interval(0) == pytest.approx((1.69 + more,) * 3, rel=1e-3)
+        assert fits[name].predict(4e7, 4e8) == pytest.approx((loss(4e7, 4e8) + more,) * 3, abs=1e-4)
+    with pytest.raises(ValueError, match="b: 5 different points"):
+        fit_with_common_exponents({"a": (N, D, loss(N, D)), "b": (N[:5], D[:5], loss(N, D)[:5])})
 
 
 @pytest.mark.parametrize(
