@@ -116,7 +116,7 @@ def step_seconds(work: Workload, layout: Layout, gpus: int, flops: float, links:
 
     Assumptions: computation runs at `flops` FLOP/s per GPU in every layout, matmuls in FP8 in `FP8_TIME` of that time.
     Communication of tensor, context and pipeline parallelism, ZeRO 1 and Muon does not overlap with it; communication of ZeRO 2
-    and 3 does. Newton-Schulz steps, which are large matmuls, run at twice `flops`. Ranks are ordered tensor, context,
+    and 3 does. Newton-Schulz steps, which are large matmuls, run at 1.75 times `flops`. Ranks are ordered tensor, context,
     data, pipeline (grid.py). A group that spans machines runs at the bandwidth between machines.
     """
     sent = volumes(work, layout, gpus)
@@ -147,5 +147,5 @@ def step_seconds(work: Workload, layout: Layout, gpus: int, flops: float, links:
     if work.zero_stage > 1:
         data_parallel = max(data_parallel - compute, data_parallel / micro_batches / 3)
     parts["data"] = data_parallel if replicas > 1 else 0.0
-    parts["muon"] = work.muon_flops / gpus / (2 * flops) + sent["muon"] / bandwidth
+    parts["muon"] = work.muon_flops / gpus / (1.75 * flops) + sent["muon"] / bandwidth
     return parts
