@@ -64,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in names if name not in recipe.tasks]
     if unknown:
         raise ValueError(f"--tasks {unknown[0]}: the recipe has {', '.join(recipe.tasks)}")
-    output = options.output or _run_of(options.checkpoint) / "glue"
+    from tools.loading.model import run_of
+
+    is_export = (options.checkpoint / "config.json").is_file()
+    output = options.output or (options.checkpoint if is_export else run_of(options.checkpoint)) / "glue"
     session = Session(options.checkpoint, recipe, output, options.data, options.seeds, options.hold_out)
     print(f"\n{session.run(names, chained=options.start == 'recipe')}\n{output / 'glue.md'}")
     return 0
@@ -224,13 +227,6 @@ def _exported(checkpoint: Path, output: Path) -> Path:
     if written["architectures"] != ["MetalionForMaskedLM"]:
         print("note: a causal model; the classifier reads its last token", file=sys.stderr)
     return folder
-
-
-def _run_of(checkpoint: Path) -> Path:
-    """Return the run's folder, or the export itself."""
-    if checkpoint.name.startswith("step_"):
-        return checkpoint.parent.parent
-    return checkpoint.parent if checkpoint.name == "checkpoints" else checkpoint
 
 
 if __name__ == "__main__":

@@ -220,23 +220,18 @@ def _text(ids: NDArray, tokenizer: Tokenizer | None) -> str:
 
 
 def _draw_lengths(lengths: NDArray[np.int64], path: Path, title: str) -> None:
-    from matplotlib.figure import Figure
+    from tools.reporting.style import COLORS, log_axes, saved_figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
     edges = np.geomspace(1, max(2, lengths.max() + 1), 60)
     shown = np.maximum(lengths, 1)
-    axes.hist(shown, list(edges), weights=np.full(len(lengths), 100 / len(lengths)), label="documents")
-    axes.hist(
-        shown, list(edges), weights=100 * shown / shown.sum(), histtype="step", color="black", label="their tokens"
-    )
-    axes.set_xscale("log")
-    axes.set_xlabel("tokens per document")
-    axes.set_ylabel("share (%)")
-    axes.legend()
-    axes.set_title(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with saved_figure(path) as (_, axes):
+        axes.hist(shown, edges, weights=np.full(len(lengths), 100 / len(lengths)), label="documents")
+        axes.hist(
+            shown, edges, weights=100 * shown / shown.sum(), histtype="step", color=COLORS[1], label="their tokens"
+        )
+        log_axes(axes, "x")
+        axes.set(xlabel="tokens per document", ylabel="share, percent", title=title)
+        axes.legend()
 
 
 def _parser() -> argparse.ArgumentParser:

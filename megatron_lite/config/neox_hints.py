@@ -21,10 +21,6 @@ def _to(*keys: str, note: str = "") -> Answer:
     return Answer(keys, note)
 
 
-def _none(note: str) -> Answer:
-    return Answer((), note)
-
-
 NEOX_KEYS: dict[str, Answer] = {
     # model
     "num_layers": _to("model.num_layers"),
@@ -51,8 +47,8 @@ NEOX_KEYS: dict[str, Answer] = {
     "init_method": _to("model.init_method"),
     "init_method_std": _to("model.init_std"),
     "output_layer_init_method": _to("model.output_init_method"),
-    "hidden_dropout": _none("there is no dropout here: leave it out"),
-    "attention_dropout": _none("there is no dropout here: leave it out"),
+    "hidden_dropout": _to(note="there is no dropout here: leave it out"),
+    "attention_dropout": _to(note="there is no dropout here: leave it out"),
     "max_position_embeddings": _to("model.max_positions", note="with model.positions = learned only"),
     "make_vocab_size_divisible_by": _to("model.vocab_size", note="the padded size itself"),
     # batch and layout
@@ -68,7 +64,7 @@ NEOX_KEYS: dict[str, Answer] = {
     "zero_optimization.stage": _to("parallel.zero_stage"),
     "zero_optimization": _to("parallel.zero_stage", note="only the stage is a setting"),
     "checkpoint_activations": _to("parallel.activation_checkpointing.mode", note="true becomes full"),
-    "checkpoint_num_layers": _none("blocks are recomputed one by one: leave it out"),
+    "checkpoint_num_layers": _to(note="blocks are recomputed one by one: leave it out"),
     # optimizer and schedule
     "optimizer.type": _to("optimizer.name", note="Adam becomes adamw"),
     "optimizer.params.lr": _to("optimizer.lr"),
@@ -97,7 +93,9 @@ NEOX_KEYS: dict[str, Answer] = {
         "data.tokenizer.type", note="HFTokenizer becomes hf, SPMTokenizer sentencepiece, GPT2BPETokenizer gpt2"
     ),
     "vocab_file": _to("data.tokenizer.path"),
-    "merge_file": _none("the merges lie beside the vocabulary, gpt2-merges.txt beside gpt2-vocab.json: leave it out"),
+    "merge_file": _to(
+        note="the merges lie beside the vocabulary, gpt2-merges.txt beside gpt2-vocab.json: leave it out"
+    ),
     "eod_mask_loss": _to("data.mask_boundaries"),
     "weight_by_num_documents": _to("data.blend.by", note="documents"),
     "reset_attention_mask": _to("data.reset_at_documents"),
@@ -120,7 +118,7 @@ NEOX_KEYS: dict[str, Answer] = {
     "precision": _to("precision.dtype", note="fp16, fp32, or bf16 for bfloat16"),
     "fp16.enabled": _to("precision.dtype", note="fp16"),
     "fp16.fp16": _to("precision.dtype", note="fp16"),
-    "fp16.loss_scale": _none("the loss scale is dynamic: leave it out"),
+    "fp16.loss_scale": _to(note="the loss scale is dynamic: leave it out"),
     "fp16.initial_scale_power": _to("precision.fp16.initial_scale_power"),
     "fp16.loss_scale_window": _to("precision.fp16.scale_window"),
     "fp16.hysteresis": _to("precision.fp16.hysteresis"),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tools.reporting.run_curves import distinct_names
 from tools.reporting.style import GRAY, label_lines, log_axes, saved_figure, series_style
 
 
 def plot_accuracy(results: dict[str, list[dict[str, float]]], out: Path) -> None:
     """Plot masked-token accuracy against length, one line per run. A dotted line marks the trained length."""
+    names = distinct_names([Path(run) for run in results])
     with saved_figure(out) as (_, axes):
-        for number, (label, rows) in enumerate(zip(_labels(results), results.values(), strict=True)):
+        for number, (label, rows) in enumerate(zip(names, results.values(), strict=True)):
             accuracies = [100 * row["accuracy"] for row in rows]
             axes.plot([row["length"] for row in rows], accuracies, label=label, **series_style(number))
         _length_axis(axes, list(results.values()))
@@ -27,8 +28,9 @@ def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) 
 
     A dotted line marks the trained length. Error bars are one standard error.
     """
+    names = distinct_names([Path(run) for run in results])
     with saved_figure(out, 1, 2) as (_, (left, right)):
-        for number, (label, result) in enumerate(zip(_labels(results), results.values(), strict=True)):
+        for number, (label, result) in enumerate(zip(names, results.values(), strict=True)):
             rows, ranges, style = result["by_length"], result["by_position"], series_style(number)
             left.plot([r["length"] for r in rows], [r["loss"] for r in rows], **style)
             changes, errors = ([r[key] for r in ranges] for key in ("change", "change_stderr"))
@@ -44,13 +46,6 @@ def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) 
             title="Full context minus trained length",
         )
         label_lines(right)
-
-
-def _labels(results: Iterable[str]) -> list[str]:
-    """Return the names of the runs, or their paths if two names are equal, as those of step folders."""
-    paths = list(results)
-    names = [Path(path).name for path in paths]
-    return names if len(set(names)) == len(names) else paths
 
 
 def _length_axis(axes: Any, runs: list[list[dict[str, float]]]) -> None:

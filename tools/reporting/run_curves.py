@@ -23,18 +23,17 @@ class Run:
     train: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     evaluation: list[dict[str, Any]]
+    sample: list[dict[str, Any]]
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
     """Read a run's folder or `metrics.jsonl`. Raises FileNotFoundError, or ValueError if no step is logged."""
     lines = read_metrics(path)
-    by_kind = {kind: [line for line in lines if line.get("kind") == kind] for kind in _KINDS}
-    if not by_kind["train"]:
+    kinds = ("train", "validation", "evaluation", "sample")
+    run = Run(name or path.name, *([line for line in lines if line.get("kind") == kind] for kind in kinds))
+    if not run.train:
         raise ValueError(f"{path}: no training step is logged there yet; wait for the first ones")
-    return Run(name or path.name, *(by_kind[kind] for kind in _KINDS))
-
-
-_KINDS = ("train", "validation", "evaluation")
+    return run
 
 
 def column(lines: Sequence[dict[str, Any]], key: str) -> NDArray[np.float64]:

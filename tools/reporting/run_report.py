@@ -16,8 +16,8 @@ from typing import Any
 
 from data.atomic_io import write_text
 from megatron_lite.checkpoint.reader import CONFIG, exists, read_manifest, resolve
-from megatron_lite.metrics.logger import read_metrics
 from tools.reporting.image_figures import CONFUSIONS, PREDICTIONS
+from tools.reporting.run_curves import read_run
 
 PAGE = Path(__file__).with_name("report_page.html")
 PLACEHOLDER = '"the data of the run"'
@@ -40,16 +40,9 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 def collect(run: Path) -> dict[str, Any]:
     """Return the data of the page as JSON values; missing data are None or empty. Raises as `write_report`."""
-    lines = read_metrics(run)
-    folder = run.parent if run.is_file() else run
-    train = [line for line in lines if line.get("kind") == "train"]
-    if not train:
-        raise ValueError(f"{run}: no training step is logged there yet; wait for the first ones")
-    validation = [line for line in lines if line.get("kind") == "validation"]
-    evaluation = [line for line in lines if line.get("kind") == "evaluation"]
-    samples = [
-        {k: line.get(k, "") for k in ("step", "prompt", "text")} for line in lines if line.get("kind") == "sample"
-    ]
+    lines = read_run(run)
+    folder, train = run.parent if run.is_file() else run, lines.train
+    samples = [{key: line.get(key, "") for key in ("step", "prompt", "text")} for line in lines.sample]
     summary = _read_json(folder / "summary.json") or {}
     is_current = summary.get("steps") == train[-1]["step"]  # not of a shorter run before
     if "sample" in summary and not samples:
@@ -59,8 +52,8 @@ def collect(run: Path) -> dict[str, Any]:
         "name": folder.resolve().name,
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "train": columns(train, MOST_POINTS),
-        "validation": columns(validation, MOST_POINTS),
-        "scores": columns(evaluation, MOST_POINTS),
+        "validation": columns(lines.validation, MOST_POINTS),
+        "scores": columns(lines.evaluation, MOST_POINTS),
         "totals": {key: summary.get(key) for key in ("training_seconds", "tokens_per_second")} if is_current else {},
         "steps_a_point": -(-len(train) // MOST_POINTS),
         "samples": samples,

@@ -40,42 +40,34 @@ KEYS = (
 def model_config(run: Run) -> ModelConfig:
     """Return the configuration of a run's model. Raises ValueError naming the invalid key of `network` or `definitions`."""
     keys = dict(run.network)
+
+    def refusal(key: str, value: object, allowed: str) -> ValueError:
+        return ValueError(f"definitions.{run.model} or network: {key} = {value!r}: allowed {allowed}")
+
     for key in keys:
         if key not in KEYS:
             raise ValueError(f"definitions.{run.model} or network: {key} is an unknown key; {nearest_names(key, KEYS)}")
     first, allowed = keys.pop("first_weights", "model"), CLASSIFIER_FIRST_WEIGHTS if run.classifies else FIRST_WEIGHTS
     if first not in allowed:
-        raise ValueError(
-            f"definitions.{run.model} or network: first_weights = {first!r}: allowed are {', '.join(allowed)}"
-        )
+        raise refusal("first_weights", first, f"are {', '.join(allowed)}")
     for key in DROPOUTS:
         dropout = keys.pop(key, 0.0)
         only_zero = run.classifies and key == "attention_dropout"
         if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and only_zero):
-            values = "allowed is only 0 in this suite" if only_zero else "allowed are numbers >= 0 and < 1"
-            raise ValueError(f"definitions.{run.model} or network: {key} = {dropout!r}: {values}")
+            raise refusal(key, dropout, "is only 0 in this suite" if only_zero else "are numbers >= 0 and < 1")
     if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and run.classifies):
-        raise ValueError(
-            f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, for a classifier only false"
-        )
+        raise refusal("head_bias", bias, "are true and false, for a classifier only false")
     if not isinstance(fp32_residual := keys.pop("fp32_residual_connection", False), bool):
-        raise ValueError(
-            f"definitions.{run.model} or network: fp32_residual_connection = {fp32_residual!r}: "
-            "allowed are true and false"
-        )
+        raise refusal("fp32_residual_connection", fp32_residual, "are true and false")
     if without_mlp(run):
         if run.classifies:
-            raise ValueError(
-                f"definitions.{run.model} or network: mlp = 'identity': allowed only in the suites mqar and mad"
-            )
+            raise refusal("mlp", "identity", "only in the suites mqar and mad")
         # `Network` replaces this smallest MLP.
         keys |= {"mlp": "gelu", "mlp_bias": False, "intermediate_size": 1}
     if "head_dim" in keys:
         head_dim = keys.pop("head_dim")
         if not isinstance(head_dim, int) or head_dim < 1:
-            raise ValueError(
-                f"definitions.{run.model} or network: head_dim = {head_dim!r}: allowed are whole numbers >= 1"
-            )
+            raise refusal("head_dim", head_dim, "are whole numbers >= 1")
         keys["num_heads"] = max(1, run.width // head_dim)
     if keys.get("positions") == "learned":
         keys["max_positions"] = run.length

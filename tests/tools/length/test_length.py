@@ -128,7 +128,7 @@ def test_masked_models_read_whole_pieces_only(masked_run: Path, tmp_path: Path) 
         (["runs/a", "runs/b"], ["a", "b"]),
         (
             ["runs/a/checkpoints/step_1", "runs/b/checkpoints/step_1"],
-            ["runs/a/checkpoints/step_1", "runs/b/checkpoints/step_1"],
+            ["a/checkpoints/step_1", "b/checkpoints/step_1"],
         ),
     ],
 )
