@@ -56,7 +56,7 @@ class LossByPosition:
         """Return means over ranges of positions that grow by a constant factor. One range ends at the trained length."""
         length = len(self.nll)
         edges = {1, self.trained_length + 1, length + 1}
-        edges |= {round(length ** (i / count)) for i in range(count + 1)}
+        edges |= {round((length + 1) ** (i / count)) for i in range(count + 1)}
         borders = sorted(e for e in edges if 1 <= e <= length + 1)
         bins = []
         for low, high in itertools.pairwise(borders):

@@ -123,3 +123,9 @@ def test_change_beyond_the_trained_length_has_a_standard_error():
     assert change == pytest.approx(-1.0 / np.log(2) / 2)
     assert error == pytest.approx(np.std([-1.0, -1.2, -0.8, -1.0, -1.0], ddof=1) / np.sqrt(5) / np.log(2) / 2)
     assert [b["loss"] for b in found.bins(4)][-1] == 1.0
+    # The last range holds more than the last position.
+    assert [(b["from"], b["to"]) for b in found.bins(2)] == [(1, 2), (3, 4), (5, 8)]
+    assert [(b["from"], b["to"]) for b in LossByPosition("t", nll, np.full(8, 5), 2.0, 8, np.zeros(0)).bins(2)] == [
+        (1, 2),
+        (3, 8),
+    ]
