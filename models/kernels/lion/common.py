@@ -20,10 +20,7 @@ NO_DECAY, LOG_DECAY, LOGITS, BIASED_LOGITS, BIAS = 0, 1, 2, 3, 4
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LionCase:
-    """Hold everything that decides how the kernels are compiled and launched. Cached, so that identity is equality.
-
-    phi: code of the feature map that the kernels compute themselves; 0: none.
-    """
+    """Hold everything that decides how the kernels are compiled and launched. Cached, so that identity is equality."""
 
     device: int
     batch: int
@@ -36,7 +33,6 @@ class LionCase:
     mode: int
     normalized: bool
     packed: bool
-    phi: int = 0
 
     def sizes(self) -> tuple[int, int, float]:
         return self.length, self.heads, NORMALIZER_EPS

@@ -16,7 +16,7 @@ from ..launch import Launch, tl, triton
 from .common import LionCase, block, log_decay, per_token
 
 # Channels per tile; programs that share the tokens of the backward pass.
-_CHANNELS, _PROGRAMS = 128, 32
+_CHANNELS, _PROGRAMS = 128, 128
 
 
 def project(
@@ -65,7 +65,7 @@ def _backward_launches(case: LionCase, size: int) -> tuple[Launch, Launch, int]:
     )  # fmt: skip
     numbers = case.heads * size
     reduce = Launch(
-        _lion_logits_reduce, (-(-(numbers + case.heads) // 64),), numbers, case.heads, programs, num_warps=4
+        _lion_logits_reduce, (-(-(numbers + case.heads) // 64),), numbers, case.heads, programs, _PROGRAMS, num_warps=4
     )
     return gradients, reduce, programs
 
@@ -125,8 +125,8 @@ def _lion_logits_backward(
 
 
 @triton.jit
-def _lion_logits_reduce(partial, dweight, dbias, N, H, P):
-    i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 32)
+def _lion_logits_reduce(partial, dweight, dbias, N, H, P, ROWS: tl.constexpr):
+    i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, ROWS)
     address = partial + rows[:, None] * (N + H) + i[None, :]
     total = tl.sum(tl.load(address, mask=(rows < P)[:, None] & (i < N + H)[None, :], other=0.0), 0)
     tl.store(dweight + i, total.to(dweight.dtype.element_ty), mask=i < N)

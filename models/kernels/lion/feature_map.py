@@ -1,8 +1,8 @@
 """LION's feature map of queries and keys, one kernel forward and one backward, computed in float32.
 
     s = SiLU(x) + 1/2, or SiLU(x + 1/2)      y = s / |s|      dx = (dy - (y . dy) y) / |s| s'(x)
-Reference: `models.operators.lion.feature_map`. PyTorch's kernels would read or write float32 values about ten times. Only
-the kernels of `single_tile.middle_length` compute it themselves: the others would repeat it for each pair of tiles.
+Reference: `models.operators.lion.feature_map`. PyTorch's kernels would read or write float32 values about ten times. It is not
+part of LION's kernels, which are limited by arithmetic: there it was slower.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..launch import Launch, aligned, tl, triton
-from .common import load_rows
 
 # Codes of the names of `models.operators.lion.feature_map`; 0 means none.
 PHI = {"silu": 1, "silu_paper": 2}
@@ -91,8 +90,8 @@ def _tile(rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _silu(x, mask, PHI: tl.constexpr, AXIS: tl.constexpr = 1):
-    """Return s (0 outside the mask), its derivative, and 1 / |s| per token; channels lie along AXIS."""
+def _silu(x, mask, PHI: tl.constexpr):
+    """Return s (0 outside the rows), its derivative, and 1 / |s| per row."""
     x = x.to(tl.float32)
     if PHI == 2:
         x += 0.5
@@ -104,25 +103,7 @@ def _silu(x, mask, PHI: tl.constexpr, AXIS: tl.constexpr = 1):
     if PHI == 1:
         s += 0.5
     s = tl.where(mask, s, 0.0)
-    return s, slope, tl.rsqrt(tl.maximum(tl.sum(s * s, AXIS, keep_dims=True), 1e-24))
-
-
-@triton.jit
-def load_features(x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr, PHI: tl.constexpr, EVEN: tl.constexpr = False):
-    """Load a tile as `common.load_rows`, and return its feature map in the tile's dtype; PHI 0: the tile."""
-    tile = load_rows(x, t, d, T, H, D, BD, EVEN)
-    if PHI != 0:
-        s, _, inverse = _silu(tile, (t < T)[:, None] & (d < D)[None, :], PHI)
-        tile = (s * inverse).to(tile.dtype)
-    return tile
-
-
-@triton.jit
-def feature_gradient(dy, x, mask, PHI: tl.constexpr, AXIS: tl.constexpr = 1):
-    """Return the gradient of x from dy, the gradient of its feature map in float32."""
-    s, slope, inverse = _silu(x, mask, PHI, AXIS)
-    y = s * inverse
-    return (dy - y * tl.sum(dy * y, AXIS, keep_dims=True)) * (inverse * slope)
+    return s, slope, tl.rsqrt(tl.maximum(tl.sum(s * s, 1), 1e-24))[:, None]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -146,6 +127,8 @@ def _normalised_silu_backward(
         if tl.program_id(1) == 1:
             dy, x, dx = dy_2, x_2, dx_2
     at, mask = _tile(rows, dim, BLOCK, TILE)
+    s, slope, inverse = _silu(tl.load(x + at, mask=mask, other=0.0), mask, PHI)
     d = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
-    d = feature_gradient(d, tl.load(x + at, mask=mask, other=0.0), mask, PHI)
+    y = s * inverse
+    d = (d - y * tl.sum(d * y, 1)[:, None]) * (inverse * slope)
     tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)

@@ -6,7 +6,6 @@ host time per node equals the time of the kernels.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +17,6 @@ from .chunk import CHUNK
 from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_DECAY, Kernel, LionCase, LionInputs
 from .decay_logits import project, project_backward
 from .feature_map import PHI, feature_map_gradients, feature_maps, normalised_silu
-from .single_tile import middle_length
 from .tile import TILE
 
 
@@ -48,9 +46,6 @@ def lion(
     kernel: "tile" or "chunk". Raises ValueError for sizes that overflow 32-bit addresses.
     """
     source = weight = None
-    # Padded keys are set to 0 after the feature map.
-    if phi is not None and not (mask is None and q.dtype == k.dtype == v.dtype):
-        q, k, phi = normalised_silu(q, phi, v.dtype), normalised_silu(k, phi, v.dtype), None
     if projection is not None:
         source, weight = projection
         logits = True
@@ -68,16 +63,18 @@ def lion(
     origin = next((x for x in (source, decay, bias) if x is not None), None)
     selected, case = _case(
         kernel, q.get_device(), q.shape, v.shape[-1], v.dtype, None if origin is None else origin.dtype, logits,
-        bias is not None, alone, normalized, segments is not None, 0 if phi is None else PHI[phi],
+        bias is not None, alone, normalized, segments is not None,
     )  # fmt: skip
+    # Padded keys are set to 0 after the feature map.
+    if phi is not None and not (mask is None and q.dtype == k.dtype == v.dtype):
+        q, k, phi = normalised_silu(q, phi, v.dtype), normalised_silu(k, phi, v.dtype), None
     if mask is not None:
         padding = ~mask[:, :, None]
         q, k = q.masked_fill(padding[..., None], 0.0), k.masked_fill(padding[..., None], 0.0)
         if decay is not None:
             decay = decay.masked_fill(padding, torch.inf if logits else 0.0)
     inputs = q, k, v, decay, bias, segments
-    separate = 0 if phi is None or case.phi else PHI[phi]
-    return _Lion.apply(*inputs, source, weight, separate, selected, case)
+    return _Lion.apply(*inputs, source, weight, 0 if phi is None else PHI[phi], selected, case)
 
 
 @lru_cache(4096)
@@ -93,7 +90,6 @@ def _case(
     alone: bool,
     normalized: bool,
     packed: bool,
-    phi: int = 0,
 ) -> tuple[Kernel, LionCase]:
     batch, length, heads, dim_k = shape
     if length * heads * max(dim_k, dim_v) >= 2**31:
@@ -106,16 +102,15 @@ def _case(
         mode = BIAS
     elif decay_dtype is not None and logits:
         mode = BIASED_LOGITS if biased else LOGITS
-    case = LionCase(device, batch, length, heads, dim_k, dim_v, dtype, decay_dtype, mode, normalized, packed)
-    if kernel == "tile" and middle_length(case):
-        case = replace(case, phi=phi)
-    return _KERNELS[kernel], case
+    return _KERNELS[kernel], LionCase(
+        device, batch, length, heads, dim_k, dim_v, dtype, decay_dtype, mode, normalized, packed
+    )
 
 
 class _Lion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """Compute (*LionInputs, x and weight of the projection or None, code of a separate feature map, kernel, case)."""
+        """Compute (*LionInputs, x and weight of the projection or None, code of phi, kernel, case)."""
         q, k, v, decay, bias, segments, source, weight, phi, kernel, case = arguments
         q, k, v = (_aligned(x, case.dtype) for x in (q, k, v))
         raw: tuple[Tensor, ...] = (q, k) if phi else ()

@@ -1,7 +1,7 @@
 """LION for short sequences in 16 bits: one program computes one head of a whole sequence.
 
-Up to 128 tokens it also computes the log decay and its running sum. The backward pass by keys goes up to 256 tokens, and there
-computes the feature map and its gradient. Notation, equations and reference: `tile.py`.
+Up to 128 tokens it also computes the log decay and its running sum. The backward pass by keys goes up to 256 tokens. Notation,
+equations and reference: `tile.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from .common import (
     base,
     block,
     inside_segments,
-    load_columns,
     load_log_decay,
     load_rows,
     load_sums,
@@ -26,18 +25,15 @@ from .common import (
     store_decay_gradient,
     store_rows,
 )
-from .feature_map import feature_gradient, load_features
 
-LONGEST = 128
-# Tokens up to which `middle_length` holds; not enabled before it is measured on a GPU.
-LONGEST_MIDDLE = 128
+LONGEST, LONGEST_MIDDLE = 128, 256
 # Bytes of shared memory for the tiles of this sequence and the next, forward and backward.
 _TWO_FORWARD, _TWO_BACKWARD = 120 * 1024, 184 * 1024
 # Keys per tile of the backward pass by keys. Triton 3.6 compiles blocks of 32 correctly with 8 warps and heads up to 64, but
 # wrongly with 4 warps or heads of 128 (H200).
 _KEYS = 32
 # Keys per tile, warps and registers per thread of the backward pass for `middle_length`.
-_MIDDLE: tuple[int, int, int | None] = (32, 16, None)
+_MIDDLE: tuple[int, int, int | None] = (32, 8, None)
 
 
 def supports_single_tile(case: LionCase) -> bool:
@@ -89,7 +85,7 @@ def single_tile_backward(case: LionCase) -> Launch:
         )  # fmt: skip
     keys, warps, registers = _MIDDLE if case.length > LONGEST else (_KEYS, 8, 128)
     return Launch(
-        _lion_whole_backward_by_keys, (sequences,), *sizes, keys, case.phi, *case.flags(), _even(case, rows),
+        _lion_whole_backward_by_keys, (sequences,), *sizes, keys, *case.flags(), _even(case, rows),
         num_warps=warps, num_stages=1, maxnreg=registers,
     )  # fmt: skip
 
@@ -196,18 +192,16 @@ def _lion_whole_backward(
 def _lion_whole_backward_by_keys(
     dy, q, k, v, decay, bias, c, segments, y, den, dq, dk, dv, d_decay, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PHI: tl.constexpr, DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    EVEN: tl.constexpr,
+    DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Compute all queries of a sequence at once, BN keys at a time. of_keys: scratch for the terms of dc from keys."""
     bh = tl.program_id(0)
     t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     k, dk, v, dv = base(k, bh, T, H, K), base(dk, bh, T, H, K), base(v, bh, T, H, V), base(dv, bh, T, H, V)
-    q = base(q, bh, T, H, K)
-    query = load_features(q, t, ck, T, H, K, BK, PHI, EVEN)
+    query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
     grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
     first = tl.arange(0, BN)
-    key, value = load_features(k, first, ck, T, H, K, BK, PHI, EVEN), load_rows(v, first, cv, T, H, V, BV, EVEN)
+    key, value = load_rows(k, first, ck, T, H, K, BK, EVEN), load_rows(v, first, cv, T, H, V, BV, EVEN)
     if DECAY != 0:
         c += bh.to(tl.int64) * T
         of_keys += bh.to(tl.int64) * T
@@ -222,8 +216,7 @@ def _lion_whole_backward_by_keys(
         u = begin + tl.arange(0, BN)
         # Prefetch for the next iteration; the last prefetch is not used.
         after = (begin + BN) % BM + tl.arange(0, BN) if EVEN else u + BN
-        next_key = load_features(k, after, ck, T, H, K, BK, PHI, EVEN)
-        next_value = load_rows(v, after, cv, T, H, V, BV, EVEN)
+        next_key, next_value = load_rows(k, after, ck, T, H, K, BK, EVEN), load_rows(v, after, cv, T, H, V, BV, EVEN)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         ds = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
         factor = _factor(c_t, load_sums(c, u, T, DECAY), segments, t, u, T, DECAY, SEGMENTS)
@@ -243,14 +236,8 @@ def _lion_whole_backward_by_keys(
         ds = ds.to(query.dtype)
         d_query = tl.dot(ds, key, d_query, input_precision=PRECISION)
         d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
-        if PHI != 0:
-            inside = (ck < K)[:, None] & (u < T)[None, :]
-            d_key = feature_gradient(d_key, load_columns(k, u, ck, T, H, K, BK), inside, PHI, 0)
         store_columns(dk, d_key, u, ck, T, H, K, BK, EVEN)
         key, value = next_key, next_value
-    if PHI != 0:
-        inside = (t < T)[:, None] & (ck < K)[None, :]
-        d_query = feature_gradient(d_query, load_rows(q, t, ck, T, H, K, BK, EVEN), inside, PHI)
     store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK, EVEN)
     if DECAY != 0:
         tl.debug_barrier()

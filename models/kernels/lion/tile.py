@@ -2,7 +2,7 @@
 
 Every factor of M is at most 1, so nothing needs rescaling, and tiles whose largest factor is below e^-20 are skipped.
 Up to 256 tokens in 16 bits, one forward kernel also computes the log decay and its running sum, and `single_tile.py` has one
-backward kernel. Above 128 tokens these two also compute the feature map.
+backward kernel.
 Reference: `models.operators.lion.bidirectional_attention` with form="parallel".
 
 Backward, with A = Q K^T * M, P = A / den, dP = dY V^T and delta_i = dy_i . y_i:
@@ -41,7 +41,6 @@ from .common import (
     store_decay_gradient,
     store_rows,
 )
-from .feature_map import load_features
 from .single_tile import (
     keys_scratch,
     middle_length,
@@ -53,7 +52,7 @@ from .single_tile import (
 # Up to this many tokens every program of the forward pass computes the running sums of its sequence.
 _WHOLE = 128
 # Queries and keys per tile of the forward pass, warps and stages for `middle_length`.
-_MIDDLE = (128, 64, 8, 1)
+_MIDDLE = (128, 32, 8, 1)
 # Tokens per iteration of the kernel of the decay's gradient.
 _DECAY_BLOCK = 256
 
@@ -113,7 +112,7 @@ def _forward_launches(case: LionCase) -> tuple[Launch | None, Launch]:
     running = None if whole or case.mode == NO_DECAY else running_sum(case)
     outputs = Launch(
         _lion_tile_forward, (-(-case.length // rows), case.batch * case.heads),
-        *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns, whole, case.phi,
+        *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns, whole,
         *case.flags(), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return running, outputs
@@ -183,17 +182,15 @@ def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, DECAY: tl.
 def _lion_tile_forward(
     q, k, v, decay, bias, c, segments, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    WHOLE: tl.constexpr, PHI: tl.constexpr, DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, DECAY: tl.constexpr, NORMALIZED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of queries. WHOLE: up to this many tokens the program computes the running sums of its sequence."""
     start, bh = tl.program_id(0) * BM, tl.program_id(1)
     t, ck, cv = start + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     k, v = base(k, bh, T, H, K), base(v, bh, T, H, V)
-    query = load_features(base(q, bh, T, H, K), t, ck, T, H, K, BK, PHI)
+    query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK)
     if WHOLE != 0:
-        first = tl.arange(0, BN)
-        key, value = load_features(k, first, ck, T, H, K, BK, PHI), load_rows(v, first, cv, T, H, V, BV)
+        key, value = load_rows(k, tl.arange(0, BN), ck, T, H, K, BK), load_rows(v, tl.arange(0, BN), cv, T, H, V, BV)
     if DECAY != 0:
         c += bh.to(tl.int64) * T
         if WHOLE != 0:
@@ -213,8 +210,7 @@ def _lion_tile_forward(
             key, value = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
         else:
             # Prefetch for the next iteration: the loop is too short for the compiler's pipeline.
-            next_key = load_features(k, u + BN, ck, T, H, K, BK, PHI)
-            next_value = load_rows(v, u + BN, cv, T, H, V, BV)
+            next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         a *= decay_factor(c_t, load_sums(c, u, T, DECAY), segments, t, u, T, DECAY, SEGMENTS)
         total += tl.sum(a, 1)

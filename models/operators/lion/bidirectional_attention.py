@@ -42,7 +42,7 @@ CONVENTIONS = ("eq17", "shifted")
 _LARGEST_HEAD = 256
 # Up to these lengths the tile kernel is the faster one for heads of at most so many channels, whatever the decays, in 16
 # bits (docs/results/kernels.md). For longer sequences its time depends on how far the decays let a token see.
-_TILE_LENGTHS = {64: 192, 128: 256}
+_TILE_LENGTHS = {64: 256, 128: 256}
 
 
 class ProjectedDecayLogits(NamedTuple):

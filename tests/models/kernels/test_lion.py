@@ -91,30 +91,28 @@ def test_single_tile_kernel(
     check(device, "triton_tile", (1, 60, 2, 16, 16), decay=decay, cu_seqlens=torch.tensor([0, 7, 40, 40, 60]))
 
 
-@pytest.mark.parametrize("phi", [None, "silu"])
 @pytest.mark.parametrize("decay", [None, "gate", "head"])
-def test_middle_length_kernels(device: str, decay: str | None, phi: str | None, replace: Replace) -> None:
+def test_middle_length_kernels(device: str, decay: str | None, replace: Replace) -> None:
     """Run the kernels of 129 to 256 tokens in 16 bits in float32, the only dtype of the interpreter."""
     if device == "cuda":
         pytest.skip("tests/gpu runs them with the numbers that they are made for")
-    from models.kernels.lion import lion, single_tile
+    from models.kernels.lion import single_tile
     from models.kernels.lion import tile as lion_tile
 
     # Several tiles of queries and of keys, the last ones not full.
     replace(
         single_tile,
-        [single_tile.single_tile_backward, lion._case],
+        [single_tile.single_tile_backward],
         LONGEST=32,
         LONGEST_MIDDLE=64,
         _MIDDLE=(16, 16, None),
         _sixteen_bits_and_small_heads=lambda _: True,
     )
     replace(lion_tile, [lion_tile._forward_launches], _MIDDLE=(32, 16, 8, 1))
-    arguments = {} if phi is None else {"phi": phi}
     for length in (33, 64):
-        check(device, "triton_tile", (1, length, 2, 16, 24), decay=decay, normalized=length < 64, **arguments)
+        check(device, "triton_tile", (1, length, 2, 16, 24), decay=decay, normalized=length < 64)
     bounds = torch.tensor([0, 7, 40, 40, 50])
-    check(device, "triton_tile", (1, 50, 1, 24, 16), decay=decay, cu_seqlens=bounds, **arguments)
+    check(device, "triton_tile", (1, 50, 1, 24, 16), decay=decay, cu_seqlens=bounds)
 
 
 @pytest.mark.parametrize(
