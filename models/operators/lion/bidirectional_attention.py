@@ -40,9 +40,9 @@ CONVENTIONS = ("eq17", "shifted")
 
 # Channels of a head that the kernels support.
 _LARGEST_HEAD = 256
-# Up to these lengths the tile kernel is the faster one for heads of at most so many channels, whatever the decays, in 16
-# bits (docs/results/kernels.md). For longer sequences its time depends on how far the decays let a token see.
-_TILE_LENGTHS = {64: 256, 128: 256}
+# Up to this length, and for heads of at most so many channels, the tile kernel is the faster one in 16 bits, whatever the decays
+# (docs/results/kernels.md). For longer sequences its time depends on how far the decays let a token see.
+_LONGEST_TILE, _LARGEST_TILE_HEAD = 256, 128
 
 
 class ProjectedDecayLogits(NamedTuple):
@@ -193,8 +193,8 @@ def _select_form(
         return "scans"
     if not available(v) or mask_convention != "eq17" or largest > _LARGEST_HEAD:
         return "chunked"
-    longest = next((tokens for channels, tokens in _TILE_LENGTHS.items() if largest <= channels), 0)
-    return "triton_tile" if q.shape[1] <= longest and v.dtype != torch.float32 else "triton_chunk"
+    short = q.shape[1] <= _LONGEST_TILE and largest <= _LARGEST_TILE_HEAD and v.dtype != torch.float32
+    return "triton_tile" if short else "triton_chunk"
 
 
 def _per_channel(log_decay: Tensor | None) -> bool:
