@@ -56,7 +56,7 @@ def test_every_dtype_and_head_size(form: str, dim: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("form", ["triton_tile", "triton_chunk"])
-@pytest.mark.parametrize("length", [1, 32, 64, 65, 128, 129, 196, 256, 1000])
+@pytest.mark.parametrize("length", [1, 32, 64, 65, 128, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lengths(form: str, length: int, dtype: torch.dtype) -> None:
     check(random_inputs((3, length, 2, 64), dtype, 3.0), form=form, normalized=length > 1)
@@ -92,7 +92,7 @@ def test_decays_per_channel(length: int, dim: int, kind: str, dtype: torch.dtype
     assert max(errors[1 : 4 if length == 1 else 5]) < backward, errors
 
 
-@pytest.mark.parametrize("length", [100, 300])
+@pytest.mark.parametrize("length", [100, 129, 196, 256, 300])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("biased", [True, False])
 def test_projected_decay_logits_and_gradients(length: int, dtype: torch.dtype, biased: bool) -> None:
@@ -126,11 +126,11 @@ def test_feature_map_and_decay_logits_per_token_or_per_head(length: int, dtype: 
 
 def test_many_short_sequences() -> None:
     """Use more sequences than Triton programs."""
-    for length in (64, 100, 128, 196):
+    for length in (64, 100, 128):
         check(random_inputs((300, length, 4, 64), torch.bfloat16, 2.0), form="auto")
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 31, 48, 63, 64, 65, 127, 128, 129, 196, 256])
+@pytest.mark.parametrize("length", [1, 7, 16, 31, 48, 63, 64, 65, 127, 128])
 @pytest.mark.parametrize("dim", [32, 40, 64])
 def test_short_sequences_by_the_automatic_form(length: int, dim: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
@@ -169,7 +169,7 @@ def test_sequences_split_into_segments(dtype: torch.dtype, dim: int) -> None:
 
 
 def test_automatic_form_selects_the_kernels() -> None:
-    for length, dim, form in ((256, 64, "tile"), (257, 64, "chunk"), (256, 128, "tile"), (128, 192, "chunk")):
+    for length, dim, form in ((192, 64, "tile"), (256, 64, "chunk"), (256, 128, "tile"), (128, 192, "chunk")):
         q, k, v, gate, _ = random_inputs((2, length, 2, dim), torch.bfloat16, 0.0)
         form = f"triton_{form}"
         assert torch.equal(

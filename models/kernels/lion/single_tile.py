@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..launch import Launch, tl, triton
 from .common import (
+    BIASED_LOGITS,
     LionCase,
     base,
     block,
@@ -32,7 +33,7 @@ _TWO_FORWARD, _TWO_BACKWARD = 120 * 1024, 184 * 1024
 # Keys per tile of the backward pass by keys. Triton 3.6 compiles blocks of 32 correctly with 8 warps and heads up to 64, but
 # wrongly with 4 warps or heads of 128 (H200).
 _KEYS = 32
-# Keys per tile, warps and registers per thread of the backward pass for `middle_length`.
+# Keys per tile, warps and registers per thread of the backward pass for `middle_length`. Fewer registers were slower.
 _MIDDLE: tuple[int, int, int | None] = (32, 8, None)
 
 
@@ -42,8 +43,12 @@ def supports_single_tile(case: LionCase) -> bool:
 
 
 def middle_length(case: LionCase) -> bool:
-    """Return whether `tile.py` computes the forward pass, and a kernel of this file the whole backward pass."""
-    return LONGEST < case.length <= LONGEST_MIDDLE and _sixteen_bits_and_small_heads(case)
+    """Return whether `tile.py` computes the forward pass, and a kernel of this file the whole backward pass.
+
+    Only what was compared with float64 on an H200 is enabled: LION-s with normalized outputs, without packed segments.
+    """
+    measured = case.mode == BIASED_LOGITS and case.decay_dtype == case.dtype and case.normalized and not case.packed
+    return measured and LONGEST < case.length <= LONGEST_MIDDLE and _sixteen_bits_and_small_heads(case)
 
 
 def _sixteen_bits_and_small_heads(case: LionCase) -> bool:

@@ -1,8 +1,8 @@
 """LION for short sequences: tiles of (Q K^T * M) V, like flash attention without its running maximum.
 
 Every factor of M is at most 1, so nothing needs rescaling, and tiles whose largest factor is below e^-20 are skipped.
-Up to 256 tokens in 16 bits, one forward kernel also computes the log decay and its running sum, and `single_tile.py` has one
-backward kernel.
+Up to 128 tokens, and up to 256 of LION-s in 16 bits, one forward kernel also computes the log decay and its running sum.
+`single_tile.py` has one backward kernel for them.
 Reference: `models.operators.lion.bidirectional_attention` with form="parallel".
 
 Backward, with A = Q K^T * M, P = A / den, dP = dY V^T and delta_i = dy_i . y_i:
@@ -52,7 +52,7 @@ from .single_tile import (
 # Up to this many tokens every program of the forward pass computes the running sums of its sequence.
 _WHOLE = 128
 # Queries and keys per tile of the forward pass, warps and stages for `middle_length`.
-_MIDDLE = (128, 32, 8, 1)
+_MIDDLE = (64, 32, 4, 1)
 # Tokens per iteration of the kernel of the decay's gradient.
 _DECAY_BLOCK = 256
 

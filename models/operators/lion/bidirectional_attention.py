@@ -40,9 +40,11 @@ CONVENTIONS = ("eq17", "shifted")
 
 # Channels of a head that the kernels support.
 _LARGEST_HEAD = 256
-# Up to this length, and for heads of at most so many channels, the tile kernel is the faster one in 16 bits, whatever the decays
-# (docs/results/kernels.md). For longer sequences its time depends on how far the decays let a token see.
-_LONGEST_TILE, _LARGEST_TILE_HEAD = 256, 128
+# Up to these lengths the tile kernel is the faster one for heads of at most so many channels, whatever the decays, in 16
+# bits (docs/results/kernels.md). For longer sequences its time depends on how far the decays let a token see.
+_TILE_LENGTHS = {64: 192, 128: 256}
+# The same for LION-s, whose backward pass is one kernel (`kernels.lion.single_tile.middle_length`).
+_LION_S_TILE_LENGTHS = {128: 256}
 
 
 class ProjectedDecayLogits(NamedTuple):
@@ -132,6 +134,13 @@ class _Arguments:
     form: str
     of_values: bool
 
+    @property
+    def lion_s(self) -> bool:
+        """Return whether these are LION-s' decays and normalized outputs, without packed segments."""
+        logits = self.decay_logits
+        projected = isinstance(logits, ProjectedDecayLogits) and logits.bias is not None
+        return projected and self.normalized and self.cu_seqlens is None
+
     def with_features(self) -> _Arguments:
         """Return the arguments with the feature map applied to q and k."""
         if self.phi is None:
@@ -156,7 +165,7 @@ class _Arguments:
 def _local(x: _Arguments) -> Tensor:
     """Compute `bidirectional_linear_attention` of these tokens alone, also where they are a local shard."""
     _check(x)
-    form = _select_form(x.form, x.q, x.v, x.log_decay, x.mask_convention, x.of_values)
+    form = _select_form(x.form, x.q, x.v, x.log_decay, x.mask_convention, x.of_values, x.lion_s)
     if form.startswith("triton"):
         return _on_kernels(x, form.removeprefix("triton_"))
     x = x.with_features()
@@ -178,9 +187,15 @@ def _local(x: _Arguments) -> Tensor:
 
 
 def _select_form(
-    form: str, q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str, of_values: bool = False
+    form: str,
+    q: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    mask_convention: str,
+    of_values: bool = False,
+    lion_s: bool = False,
 ) -> str:
-    """Return the form that runs. This is the only place that decides."""
+    """Return the form that runs. This is the only place that decides. lion_s: `_Arguments.lion_s`."""
     if not q.numel():
         return "chunked"
     if form != "auto":
@@ -193,8 +208,9 @@ def _select_form(
         return "scans"
     if not available(v) or mask_convention != "eq17" or largest > _LARGEST_HEAD:
         return "chunked"
-    short = q.shape[1] <= _LONGEST_TILE and largest <= _LARGEST_TILE_HEAD and v.dtype != torch.float32
-    return "triton_tile" if short else "triton_chunk"
+    limits = _LION_S_TILE_LENGTHS if lion_s else _TILE_LENGTHS
+    longest = next((tokens for channels, tokens in limits.items() if largest <= channels), 0)
+    return "triton_tile" if q.shape[1] <= longest and v.dtype != torch.float32 else "triton_chunk"
 
 
 def _per_channel(log_decay: Tensor | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,7 +95,7 @@ def test_single_tile_kernel(
 
 @pytest.mark.parametrize("decay", [None, "gate", "head"])
 def test_middle_length_kernels(device: str, decay: str | None, replace: Replace) -> None:
-    """Run the kernels of 129 to 256 tokens in 16 bits in float32, the only dtype of the interpreter."""
+    """Run the kernels of LION-s for 129 to 256 tokens in float32, the only dtype of the interpreter."""
     if device == "cuda":
         pytest.skip("tests/gpu runs them with the numbers that they are made for")
     from models.kernels.lion import single_tile
@@ -104,11 +106,9 @@ def test_middle_length_kernels(device: str, decay: str | None, replace: Replace)
         single_tile,
         [single_tile.single_tile_backward],
         LONGEST=32,
-        LONGEST_MIDDLE=64,
         _MIDDLE=(16, 16, None),
-        _sixteen_bits_and_small_heads=lambda _: True,
     )
-    replace(lion_tile, [lion_tile._forward_launches], _MIDDLE=(32, 16, 8, 1))
+    replace(lion_tile, [lion_tile._forward_launches], _MIDDLE=(32, 16, 8, 1), middle_length=lambda _: True)
     for length in (33, 64):
         check(device, "triton_tile", (1, length, 2, 16, 24), decay=decay, normalized=length < 64)
     bounds = torch.tensor([0, 7, 40, 40, 50])
@@ -158,6 +158,30 @@ def test_single_tile_kernel_is_selected_where_measured_correct(
 
     for dims in ((dim, 64), (64, dim)):
         assert supports_single_tile(LionCase(0, 2, length, 2, *dims, dtype, dtype, LOGITS, True, False)) is whole
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "change", "middle"),
+    [
+        (129, 64, {}, True),
+        (256, 40, {}, True),
+        (128, 64, {}, False),
+        (257, 64, {}, False),
+        (196, 65, {}, False),
+        (196, 64, {"mode": 4}, False),
+        (196, 64, {"normalized": False}, False),
+        (196, 64, {"packed": True}, False),
+        (196, 64, {"dtype": torch.float32}, False),
+    ],
+)
+def test_middle_length_kernels_are_selected_where_measured_correct(
+    device: str, length: int, dim: int, change: dict[str, object], middle: bool
+) -> None:
+    from models.kernels.lion.common import BIASED_LOGITS, LionCase
+    from models.kernels.lion.single_tile import middle_length
+
+    case = LionCase(0, 2, length, 2, dim, 64, torch.bfloat16, torch.bfloat16, BIASED_LOGITS, True, False)
+    assert middle_length(dataclasses.replace(case, **change)) is middle
 
 
 @pytest.mark.parametrize("form", KERNELS)

@@ -35,6 +35,8 @@ def test_mixers_are_compared_with_attention(
         "hgrn",
         "lion",
         "lion, both directions",
+        "lion, both directions, decays per key channel",
+        "lion, both directions, decays per value channel",
         "lion-d, both directions",
         "lion-lit, both directions",
     ]

@@ -292,8 +292,10 @@ def test_the_form_is_selected_once_by_device_length_and_head_size(monkeypatch: p
     log_decay, convention = None, "eq17"
     assert selected(64, 64) == "chunked", "there is no kernel for this device"
     monkeypatch.setattr(module, "available", lambda x: x.dtype != torch.float64)
-    for dim in (64, 128):
-        assert [selected(length, dim) for length in (256, 257)] == ["triton_tile", "triton_chunk"]
+    for dim, longest in ((64, 192), (65, 256), (128, 256)):
+        assert [selected(length, dim) for length in (longest, longest + 1)] == ["triton_tile", "triton_chunk"]
+    q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="meta")
+    assert module._select_form("auto", q, q, None, "eq17", lion_s=True) == "triton_tile"
     assert selected(20, 129) == selected(20, 64, torch.float32) == "triton_chunk"
     assert selected(20, 257) == selected(20, 64, torch.float64) == selected(0, 64, form="recurrent") == "chunked"
     assert selected(20, 64, form="parallel") == "parallel"
