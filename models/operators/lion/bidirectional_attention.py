@@ -28,12 +28,11 @@ from ...backend import available, on_cuda
 from ...precision import NORMALIZER_EPS, to_accumulation_dtype
 from ..context_parallel import ContextParallelGroup, context_parallel_group, from_previous_rank, shard_segments
 from ..gla.normalized import float16_scale
-from ..gla.select_kernel import supports_triton
 from ..varlen import check_cu_seqlens, without_padding
 from .chunk import Segments, chunk_size, chunked, decays, heads_first, recurrent, with_ones_column
 from .context_parallel import from_other_ranks
 from .feature_map import NORMALISED, feature_map
-from .scans import on_kernels, two_scans
+from .scans import two_scans
 
 FORMS = ("auto", "parallel", "recurrent", "chunked", "scans", "triton_tile", "triton_chunk")
 CONVENTIONS = ("eq17", "shifted")
@@ -201,10 +200,7 @@ def _select_form(
     if form != "auto":
         return form
     largest = max(q.shape[-1], v.shape[-1])
-    if of_values and log_decay is not None:
-        on_kernels = mask_convention == "eq17" and supports_triton(v, v, q, log_decay, fits_matmul_form=True)
-        return "scans" if on_kernels else "chunked"
-    if _per_channel(log_decay) and mask_convention == "eq17":
+    if (of_values or _per_channel(log_decay)) and mask_convention == "eq17":
         return "scans"
     if not available(v) or mask_convention != "eq17" or largest > _LARGEST_HEAD:
         return "chunked"
@@ -222,14 +218,12 @@ def _scans(x: _Arguments) -> Tensor:
     assert x.log_decay is not None
     v, dim = x.v, x.v.shape[-1]
     log_decay, k, q = without_padding(x.mask, to_accumulation_dtype(x.log_decay), x.k, x.q)
-    if x.of_values:
-        return on_kernels(q.to(v.dtype), k.to(v.dtype), v, log_decay, 1.0, x.cu_seqlens, True)
     scale = 1.0
     if x.normalized:
         # The kernels want rows of 16 bytes. Sums over a long sequence may exceed float16, so they are computed smaller.
         v = F.pad(F.pad(v, (0, 1), value=1.0), (0, -(dim + 1) % 8 if on_cuda(v) else 0))
         scale = float16_scale(v.dtype, 1)
-    o = two_scans(q.to(v.dtype), k, v, log_decay, scale, x.cu_seqlens)
+    o = two_scans(q.to(v.dtype), k.to(v.dtype) if x.of_values else k, v, log_decay, scale, x.cu_seqlens, x.of_values)
     if x.normalized:
         num, den = to_accumulation_dtype(o[..., :dim]), to_accumulation_dtype(o[..., dim : dim + 1])
         o = num / (den + NORMALIZER_EPS * scale)
@@ -352,9 +346,9 @@ def _check_shapes(
     if form not in FORMS:
         raise ValueError(f"form {form!r}: allowed are {', '.join(FORMS)}")
     vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
-    if form == "scans" and (not vector or of_values or mask_convention == "shifted"):
+    if form == "scans" and (not (vector or of_values) or mask_convention == "shifted"):
         raise ValueError(
-            "form 'scans' supports a per-channel decay of keys and mask_convention 'eq17'; use form='chunked', or form='auto'"
+            "form 'scans' supports a per-channel decay and mask_convention 'eq17'; use form='chunked', or form='auto'"
         )
     if form.startswith("triton"):
         if vector or mask_convention == "shifted" or dtype == torch.float64:

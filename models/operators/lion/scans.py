@@ -5,6 +5,10 @@
 Token j < i reaches i with the factor alpha_{j+1} ... alpha_i, token j > i with alpha_{i+1} ... alpha_j. The diagonal counts
 once. The forward scan is inclusive. The backward scan is exclusive, R_i = diag(alpha_{i+1}) (R_{i+1} + k_{i+1} v_{i+1}): the
 causal operator on the flipped sequence, with keys alpha k of the next token.
+
+With one mask per channel of values a scan is y_ic = sum_{j <= i} (q_i . k_j) exp(b_ic - b_jc) v_jc. This is the gradient of the
+query of gated linear attention whose keys are v, values k and output gradient q. Its forward pass, with the gradient of y in the
+place of the query, is the gradient of q, and its backward pass gives those of v, k and the decays.
 """
 
 from __future__ import annotations
@@ -14,29 +18,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...backend import disable_compile
 from ..gla.gated_linear_attention import local_gated_linear_attention
-from ..gla.select_kernel import GLAArguments, supports_triton
+from ..gla.select_kernel import GLAArguments
 
 
 def two_scans(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float = 1.0, cu_seqlens: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    of_values: bool = False,
 ) -> Tensor:
     """Return the sum of both directions, [batch, length, heads, head_dim_v], of these tokens alone.
 
-    q, k, log_decay: [batch, length, heads, head_dim_k], the last two 0 at padding, log_decay in float32 (float64 for float64).
-    v: [..., head_dim_v]. cu_seqlens: [segments + 1] with batch 1: no segment sees another. The outputs have v's dtype. The
-    kernels of gated linear attention compute both directions in one autograd node. Other cases are two calls of the operator.
+    q, k: [batch, length, heads, head_dim_k]; v: [..., head_dim_v]. log_decay: as k, or as v with of_values, in float32 (float64
+    for float64). k and log_decay are 0 at padding. cu_seqlens: [segments + 1] with batch 1: no segment sees another.
+    `models.operators.gla.select_kernel` selects the kernel. The outputs have v's dtype.
     """
     if not q.shape[1]:
         return v
-    rounded = k.to(v.dtype)
-    if supports_triton(q, rounded, v, log_decay, fits_matmul_form=True):
-        return on_kernels(q, rounded, v, log_decay, scale, cu_seqlens)
-    forward_arguments = GLAArguments(q, rounded, v, log_decay, scale, None, cu_seqlens)
-    forward, _ = local_gated_linear_attention(forward_arguments, fits_matmul_form=True)
-    following = (k * log_decay.exp()).to(v.dtype), v, log_decay
+    scan = _scan_of_values if of_values else _scan
+    forward = scan(q, k.to(v.dtype), v, log_decay, scale, cu_seqlens)
+    if of_values:
+        following = k, (v * log_decay.exp()).to(v.dtype), log_decay
+    else:
+        following = (k * log_decay.exp()).to(v.dtype), v, log_decay
     key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
     flipped = None
     if cu_seqlens is not None:
@@ -44,14 +55,40 @@ def two_scans(
         last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
         key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
         flipped = q.shape[1] - cu_seqlens.flip(0)
-    backward_arguments = GLAArguments(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale, None, flipped)
-    backward, _ = local_gated_linear_attention(backward_arguments, fits_matmul_form=True)
+    backward = scan(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale, flipped)
     return forward + backward.flip(1)
 
 
-@disable_compile
-def on_kernels(*arguments: Any) -> Tensor:
-    """Compute `models.kernels.gla.both_directions.both_directions`, imported on use."""
-    from ...kernels.gla.both_directions import both_directions
+def _scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None) -> Tensor:
+    return local_gated_linear_attention(
+        GLAArguments(q, k, v, log_decay, scale, None, cu_seqlens), fits_matmul_form=True
+    )[0]
 
-    return both_directions(*arguments)
+
+@disable_compile
+def _scan_of_values(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None
+) -> Tensor:
+    return _ScanOfValues.apply(q, k, v, log_decay, scale, cu_seqlens)
+
+
+class _ScanOfValues(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, log_decay, cu_seqlens)
+        ctx.scale = scale
+        with torch.enable_grad():
+            query = torch.zeros_like(v, requires_grad=True)
+            o = _scan(query, v.detach(), k.detach(), log_decay.detach(), scale, cu_seqlens)
+        return torch.autograd.grad(o, query, q)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, log_decay, cu_seqlens = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (k, v, log_decay)]
+            dq = _scan(dy, leaves[1], leaves[0], leaves[2], ctx.scale, cu_seqlens)
+        return (dq.detach(), *torch.autograd.grad(dq, leaves, q), None, None)

@@ -72,15 +72,17 @@ def test_forms_equal_the_formula(form: str, convention: str, normalized: bool, v
     torch.testing.assert_close(y, formula(q, k, v, decay, normalized, convention), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", PLAIN)
-@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize(
+    ("form", "convention"), [*itertools.product(PLAIN, CONVENTIONS), ("scans", "eq17"), ("auto", "eq17")]
+)
 @pytest.mark.parametrize("normalized", [True, False])
 def test_one_mask_per_channel_of_values(form: str, convention: str, normalized: bool) -> None:
     """Each channel of values is a head of its own with the decays of that channel."""
     q, k, v, _ = inputs(length=39, heads=2)
     decay = F.logsigmoid(torch.randn(v.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 1)
     options = {"normalized": normalized, "mask_convention": convention, "form": form}
-    one = [attend(q, k, v[..., c : c + 1], decay[..., c], **options) for c in range(v.shape[-1])]
+    of_head = {**options, "form": "chunked" if form == "scans" else form}
+    one = [attend(q, k, v[..., c : c + 1], decay[..., c], **of_head) for c in range(v.shape[-1])]
     y = attend(q, k, v, decay, of_values=True, **options)
     torch.testing.assert_close(y, torch.cat(one, -1), rtol=1e-10, atol=1e-12)
     assert torch.autograd.gradcheck(
