@@ -228,7 +228,18 @@ def test_the_language_model_comparison(tmp_path: Path, monkeypatch) -> None:
     runs = plan_runs(read_comparison(EXPERIMENTS / "compare_lm.yml"), seeds=[1], overrides=["model.vocab_size=4096"])
     assert {run.config.model.mixers for run in runs} == {
         (name,)
-        for name in ("metala", "gla", "retnet", "mamba2", "lion", "attention", "delta_net", "gated_delta_net", "kda", "gdn2")
+        for name in (
+            "metala",
+            "gla",
+            "retnet",
+            "mamba2",
+            "lion",
+            "attention",
+            "delta_net",
+            "gated_delta_net",
+            "kda",
+            "gdn2",
+        )
     }
     assert len(runs) == 3 * 14
     for size in ("small", "medium", "large"):
