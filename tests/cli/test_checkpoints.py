@@ -20,7 +20,7 @@ from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.fault_tolerance.run_lock import RunLock
 from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.trainer import Trainer
-from tests.cli.conftest import ROOT, metrics_lines, start, train_lines, wait_for
+from tests.cli.conftest import ROOT, metrics_lines, run_words, start, train_lines, wait_for
 
 
 def test_saves_follow_the_configuration(arguments, tmp_path):
@@ -63,10 +63,20 @@ def test_asynchronous_saves_equal_synchronous_saves(arguments, tmp_path):
     assert all(0 < line["stopped_seconds"] <= line["seconds"] for line in saves)
 
 
+SIXTY_STEPS = {"schedule.train_steps": 60, "checkpoint.interval": 0, "precision.dtype": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    """Return the folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert train.main(run_words(corpus, folder, **SIXTY_STEPS)) == 0
+    return folder / "run"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
-def test_run_resumed_after_a_signal_equals_the_uninterrupted_one(arguments, tmp_path, number):
-    steps = {"schedule.train_steps": 60, "checkpoint.interval": 0, "precision.dtype": "bf16"}
-    assert train.main(arguments("uninterrupted", **steps)) == 0
+def test_run_resumed_after_a_signal_equals_the_uninterrupted_one(uninterrupted, arguments, tmp_path, number):
+    steps = dict(SIXTY_STEPS)
     if number == signal.SIGUSR1:  # during another save
         steps |= {"checkpoint.interval": 1, "checkpoint.asynchronous": "true"}
     process = start(arguments("resumed", **steps))
@@ -79,10 +89,10 @@ def test_run_resumed_after_a_signal_equals_the_uninterrupted_one(arguments, tmp_
     stopped = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "resumed"))["step"]
     assert 5 <= stopped < 60
     assert train.main(arguments("resumed", **steps)) == 0
-    assert train_lines(tmp_path / "resumed") == train_lines(tmp_path / "uninterrupted")
-    uninterrupted, resumed = (checkpoint.read_weights(tmp_path / name) for name in ("uninterrupted", "resumed"))
-    assert uninterrupted.keys() == resumed.keys()
-    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+    assert train_lines(tmp_path / "resumed") == train_lines(uninterrupted)
+    expected, resumed = (checkpoint.read_weights(folder) for folder in (uninterrupted, tmp_path / "resumed"))
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
