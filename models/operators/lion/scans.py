@@ -79,10 +79,11 @@ class _ScanOfValues(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, log_decay, cu_seqlens)
         ctx.scale = scale
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            # Autograd refuses tensors of the inference mode, but not their copies.
+            q, k, v, log_decay = (x.clone() if x.is_inference() else x.detach() for x in (q, k, v, log_decay))
             query = torch.zeros_like(v, requires_grad=True)
-            o = _scan(query, v.detach(), k.detach(), log_decay.detach(), scale, cu_seqlens)
-        return torch.autograd.grad(o, query, q)[0]
+            return torch.autograd.grad(_scan(query, v, k, log_decay, scale, cu_seqlens), query, q)[0]
 
     @staticmethod
     @once_differentiable

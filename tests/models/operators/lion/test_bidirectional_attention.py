@@ -91,8 +91,24 @@ def test_one_mask_per_channel_of_values(form: str, convention: str, normalized: 
         fast_mode=True,
         atol=1e-7,
     )
+    with torch.inference_mode():
+        torch.testing.assert_close(attend(q, k, v, decay, of_values=True, **options), y)
     with pytest.raises(ValueError, match=r"log_decay \(2, 39, 2, 5\): expected .* a last dimension of \(3,\)"):
         attend(q, k, v, torch.zeros_like(k), of_values=True)
+
+
+@pytest.mark.parametrize("of_values", [False, True])
+def test_float16_gradients_of_normalizers_are_finite(of_values: bool) -> None:
+    """Strong decays leave small normalizers, whose gradients grow with the factor that keeps sums inside float16."""
+    q, k, v, decay = inputs(length=70, k=128, v=128, vector=True, dtype=torch.float32)
+    leaves = [F.normalize(x, dim=-1) for x in (q, k)] + [v, 20 * decay]
+    results = []
+    for dtype in (torch.float16, torch.float64):
+        x = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+        y = attend(*x, of_values=of_values)
+        results.append(torch.autograd.grad((y * v.to(dtype)).sum(), x[:3]))
+    for got, exact in zip(*results, strict=True):
+        assert (got.double() - exact).norm() <= 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
