@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -287,13 +287,31 @@ def _outputs(opened: OpenedModel, texts: Sequence[Text]) -> list[str]:
         Instance(
             "generate_until",
             {},
-            (text.example.prompt, {"until": [], "max_gen_toks": text.max_tokens, "do_sample": False}),
+            (
+                text.example.prompt + space_before_answer(opened.lm.tok_encode, text.example),
+                {"until": [], "max_gen_toks": text.max_tokens, "do_sample": False},
+            ),
             number,
             ("ruler", number, 1),
         )
         for number, text in enumerate(texts)
     ]
     return opened.cached_lm.generate_until(requests)
+
+
+def space_before_answer(encode: Callable[[str], Sequence[int]], example: RulerExample) -> str:
+    """Return " " for a tokenizer whose tokens end with spaces, else "".
+
+    Such a tokenizer reads "is 1" as "is " and "1". A prompt that ends with "is" would end with a token that no text holds there.
+    """
+    end = example.answer_prefix
+    whole = encode(f"{end} 1")
+
+    def begins(text: str) -> bool:
+        ids = encode(text)
+        return list(whole[: len(ids)]) == list(ids)
+
+    return " " if not begins(end) and begins(end + " ") else ""
 
 
 def _add_to_run(opened: OpenedModel, results: Mapping[str, Any]) -> None:

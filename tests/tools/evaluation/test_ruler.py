@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +195,18 @@ def test_tasks_of_the_command_line_belong_to_ruler() -> None:
     assert (request.tasks.suites, request.tasks.tasks, request.save_samples) == (("superglue",), (), True)
     assert task_names(request.ruler) == ["vt"]
     assert task_names(RulerRequest()) == list(TASKS)
+
+
+def test_prompt_ends_where_a_token_of_the_text_ends() -> None:
+    def spaces_begin(text: str) -> list[int]:
+        return [hash(part) for part in re.findall(r" ?[^ ]+| +", text)]
+
+    def spaces_end(text: str) -> list[int]:
+        return [hash(part) for part in re.findall(r"[^ ]+ ?| +", text)]
+
+    example = RulerExample("", "", " the number is", ("1",))
+    encoders = (spaces_begin, spaces_end, lambda text: list(text.encode()), lambda text: [*spaces_begin(text), 0])
+    assert [ruler.space_before_answer(encode, example) for encode in encoders] == ["", " ", "", ""]
 
 
 @pytest.mark.parametrize(
