@@ -271,7 +271,7 @@ def test_window_layers_of_a_hybrid_keep_a_window(linear: str) -> None:
     assert cache.states[4]["key"].shape[1] == 3
     assert cache.states[8]["key"].shape[1] == 10
     assert grown[:8] == [0] * 8
-    assert grown[8] == 2 * (2 * 32 * 4 + 1), "a key and a value in float32, and a bool, per sequence"
+    assert grown[8] == 2 * 2 * 32 * 4, "a key and a value in float32 per sequence; nothing is padded"
 
 
 @pytest.mark.parametrize("whole_text", [True, False])
