@@ -15,6 +15,7 @@ PARTS = ("models", "data", "megatron_lite")
 PROGRAMS = ("tools", "train", "eval")
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Return every module of the project by its dotted name."""
     files = [path for part in (*PARTS, "tools") for path in (ROOT / part).rglob("*.py")]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +103,7 @@ def measure_run(
     there is no text.
     """
     from data.indexed import IndexedTokens
+    from data.progress import ProgressBar
     from tools.evaluation.perplexity import validation_text
     from tools.length.causal import loss_over_length, pieces_read
     from tools.length.masked import masked_accuracy
@@ -116,15 +116,14 @@ def measure_run(
     lengths = lengths if requested else [length for length in lengths if length <= size]
     if not lengths or max(lengths) > size or (not masked and trained not in lengths):
         raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max([*lengths, least]):,}")
-    if masked:
-        longest, results = max(lengths), []
-        with _bar(loaded, len(lengths) * pieces_read(size, longest, tokens)) as progress:
-            for length in lengths:
-                row = masked_accuracy(loaded, prefix, length, longest=longest, tokens=tokens, progress=progress)
-                results.append({**row, "trained_at": trained})
-        return results
-    with _bar(loaded, len(lengths) * pieces_read(size, max(lengths), tokens)) as progress:
-        losses = loss_over_length(loaded, prefix, lengths, tokens=tokens, progress=progress)
+    longest = max(lengths)
+    total = len(lengths) * pieces_read(size, longest, tokens)
+    with ProgressBar(total=total, desc=loaded.run.name, unit="piece", leave=False) as bar:
+        if masked:
+            options = {"longest": longest, "tokens": tokens, "progress": bar.update}
+            rows = [masked_accuracy(loaded, prefix, length, **options) for length in lengths]
+            return [{**row, "trained_at": trained} for row in rows]
+        losses = loss_over_length(loaded, prefix, lengths, tokens=tokens, progress=bar.update)
     return {"by_length": losses.by_length(), "by_position": losses.by_position()}
 
 
@@ -148,15 +147,6 @@ def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], requested
         if max(readable) % length:
             raise ValueError(f"--lengths {length}: it must divide the longest length, {max(readable)}")
     return readable
-
-
-@contextmanager
-def _bar(loaded: LoadedModel, total: int) -> Iterator[Callable[[], Any]]:
-    """Show a progress bar on a terminal and yield the function that advances it."""
-    from data.progress import ProgressBar
-
-    with ProgressBar(total=total, desc=loaded.run.name, unit="piece", leave=False) as progress:
-        yield progress.update
 
 
 if __name__ == "__main__":
