@@ -195,6 +195,9 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "length_h200.png": lambda out: over_length(
         out, "language_models.md", ("512", "16,384"), 512, "loss, nats per token", "Models of 27.3 M parameters"
     ),
+    "ruler_cpu.png": lambda out: over_length(
+        out, "long_context.md", ("320", "1,024"), 320, "single needles found, %", "Models of 0.85 M parameters"
+    ),
     "compare_lm.png": language_models,
     "mad.png": lambda out: synthetic(out, "mad", "models=[metala]"),
     "mqar.png": lambda out: synthetic(out, "mqar", *PAIRS_64),
