@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .corpus.discovery import check_hub
 from .synthetic.examples import Examples
 
 # Ids of bytes and pixels are their values. PAD fills short texts.
@@ -109,7 +110,12 @@ def _rows(directory: Path | None, name: str, split: str, columns: Sequence[str])
     import datasets
 
     if directory is None:
-        rows = datasets.load_dataset(name, split=split)
+        advice = f"Save its {split}.parquet in a folder and set data.directory=FOLDER"
+        check_hub(name, name, advice)
+        try:
+            rows = datasets.load_dataset(name, split=split)
+        except Exception as error:  # errors of datasets, of the network and of file formats
+            raise ValueError(f"{name}: the library datasets cannot open it: {error}. {advice}") from error
     else:
         files = sorted(directory.glob(f"{split}.*"))
         if not files:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .block import Block
 from .config import ModelConfig
 from .layers.norm import Norm
-from .layers.projections import init_std, linear
+from .layers.projections import init_normal, init_std, linear
 
 
 class PatchEmbedding(nn.Module):
@@ -41,9 +41,11 @@ class PatchEmbedding(nn.Module):
         self.projection = linear(config, 3 * config.patch_size**2, size, bias=True)
         self.class_token = self.positions = None
         if config.pooling == "class_token":
-            self.class_token = nn.Parameter(torch.empty(size).normal_(std=std))
+            self.class_token = nn.Parameter(torch.empty(size))
+            init_normal(self.class_token, std)
         if config.positions == "learned":
-            self.positions = nn.Parameter(torch.empty(config.tokens_per_image, size).normal_(std=std))
+            self.positions = nn.Parameter(torch.empty(config.tokens_per_image, size))
+            init_normal(self.positions, std)
 
     def forward(
         self,
@@ -146,7 +148,7 @@ class ClassificationHead(nn.Module):
         super().__init__()
         self.norm = Norm(config)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        nn.init.normal_(self.weight, std=init_std(config))
+        init_normal(self.weight, init_std(config))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self._mean = config.pooling == "mean"
         self._flops = -(-2 * config.vocab_size * config.hidden_size // config.tokens_per_image)

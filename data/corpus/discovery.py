@@ -116,7 +116,7 @@ def dataset_version(name: str) -> str:
     It needs the network unless NAME is a folder. Raises ValueError if the hub cannot be reached or has no such data set.
     """
     dataset, configuration, _ = named_dataset(name)
-    _check_hub(name, dataset)
+    check_hub(name, dataset, _WITHOUT_HUB)
     import datasets
 
     try:
@@ -126,8 +126,11 @@ def dataset_version(name: str) -> str:
     return f"{builder.cache_dir}".removeprefix(str(builder._cache_dir_root))
 
 
-def _check_hub(name: str, dataset: str) -> None:
-    """Raise ValueError if the hub cannot be reached. The library would retry for a minute."""
+def check_hub(name: str, dataset: str, advice: str) -> None:
+    """Raise ValueError, which ends with the advice, if the hub cannot be reached. The library would retry for a minute.
+
+    name: what the message names. dataset: a data set of the hub; a folder of this name needs no hub.
+    """
     from huggingface_hub import constants
 
     if Path(dataset).exists() or constants.HF_HUB_OFFLINE or urllib.request.getproxies():
@@ -137,7 +140,7 @@ def _check_hub(name: str, dataset: str) -> None:
         socket.create_connection((hub.hostname or "", hub.port or 443), timeout=10).close()
     except OSError as error:
         raise ValueError(
-            f"{name}: the hub {hub.netloc} cannot be reached ({error.strerror or error}). {_WITHOUT_HUB}"
+            f"{name}: the hub {hub.netloc} cannot be reached ({error.strerror or error}). {advice}"
         ) from error
 
 

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.norm import LayerNorm
-from ..layers.projections import FusedProjections, apply_each, decay_logits, hippo_complements, init_std, linear
+from ..layers.projections import (
+    FusedProjections,
+    apply_each,
+    decay_logits,
+    hippo_complements,
+    init_normal,
+    init_std,
+    linear,
+)
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
@@ -165,7 +173,8 @@ class Lion(nn.Module):
         self.decay = None if options.variant == "lit" else nn.Parameter(decay_logits(complement))
         self.decay_weight = None
         if options.variant not in ("lit", "d"):
-            self.decay_weight = nn.Parameter(torch.empty(len(complement), size).normal_(std=init_std(config)))
+            self.decay_weight = nn.Parameter(torch.empty(len(complement), size))
+            init_normal(self.decay_weight, init_std(config))
         self.input_gate = linear(config, size, heads, bias=True) if options.variant == "lstm" else None
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
         normed = options.variant == "lit" if options.output_norm is None else options.output_norm
@@ -173,7 +182,7 @@ class Lion(nn.Module):
         if options.init_std is not None:
             for weight in (self.q_proj.weight, self.k_proj.weight, self.decay_weight):
                 if weight is not None:
-                    nn.init.normal_(weight, std=options.init_std)
+                    init_normal(weight, options.init_std)
         if options.value_init == "zero_order_hold":
             held = -complement / (1 - complement)
             with torch.no_grad():

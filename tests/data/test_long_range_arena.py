@@ -76,3 +76,14 @@ def test_wrong_data_names_file_and_row(tmp_path):
         grey_images(tmp_path, "test")
     with pytest.raises(ValueError, match=r"row 0: an image of \(28, 28\) pixels; images of 32 x 32"):
         grey_images(tmp_path, "train")
+
+
+def test_hub_that_cannot_be_reached_is_named_with_the_folder_to_set(monkeypatch):
+    def unreachable(*arguments, **options):
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    with pytest.raises(ValueError, match=r"^stanfordnlp/imdb: the hub \S+ cannot be reached .*data.directory=FOLDER$"):
+        reviews(None, "train", 4)
