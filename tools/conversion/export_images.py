@@ -49,7 +49,7 @@ def write_image_description(
     }
     assert model.image_size is not None
     images = augmentation_of(data_config(dict(config)).images, model.image_size)
-    # What `Augmentation.validation` does: transformers' processor of BiT has the same steps.
+    # The processor of BiT in transformers has the same steps as `Augmentation.validation`.
     processor = {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": True,

@@ -25,7 +25,7 @@ class Task:
         classes: number of classes.
         vocabulary: number of token ids; the largest one is padding.
         make: returns training, validation and test examples from counts, length, seed and the other keys of `data`.
-        pairs: the two halves of a row are two texts, which are encoded apart.
+        pairs: each row holds two texts side by side, which are encoded apart.
     """
 
     classes: int

@@ -200,7 +200,7 @@ class Network(WithDropout):
 class Classifier(WithDropout):
     """Classify a whole sequence: a norm, the mean over the tokens of the last block's output, and a projection.
 
-    With `pairs` the two halves of a row are two texts; the classifier reads both means, their difference and their product.
+    With `pairs` each row holds two texts side by side; the classifier reads both means, their difference and elementwise product.
     `positions` is ignored. The largest token id is padding. With `positions: sinusoidal` fixed sines and cosines are added
     to the embeddings.
     """
