@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import math
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -15,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TextIO
+
+from megatron_lite.fault_tolerance import stack_monitor
 
 
 class StopSignal:
@@ -55,12 +59,12 @@ class Watchdog:
     """Prints the stacks of all threads when no step ends for `minutes`, and repeats that every `minutes`.
 
     A Python thread prints them under a headline that names the process. If no Python thread runs, because a call holds the
-    interpreter lock, faulthandler prints them from a C thread.
+    interpreter lock, a second process prints the headline and sends SIGUSR2, upon which faulthandler prints them.
 
     Args:
         who: the process, for the headline.
         delay: additional seconds, so that the processes of one machine print in turn.
-        stuck_seconds: faulthandler prints when no Python thread ran for so long; None: `minutes`. Must be less than the
+        stuck_seconds: the second process acts when no Python thread ran for so long; None: `minutes`. Must be less than the
             heartbeat, after which other processes end the run.
     """
 
@@ -76,8 +80,10 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._seconds:
+            print_stacks_on_signal()
+            command = [sys.executable, "-I", "-S", stack_monitor.__file__, self._who, str(self._stuck + self._delay)]
+            self._monitor = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
             self.kick()
-            self._expect_python()
             self._thread.start()
         return self
 
@@ -87,20 +93,18 @@ class Watchdog:
         if self._seconds:
             self._over.set()
             self._thread.join()
-            faulthandler.cancel_dump_traceback_later()
+            self._monitor.communicate()
 
     def kick(self, times: float = 1.0) -> None:
         """Restart the timer after a step. The next step may take `times` as long."""
         self._kicked = time.monotonic()
         self._due = self._kicked + times * self._seconds + self._delay
 
-    def _expect_python(self) -> None:
-        """Restart the timer of faulthandler."""
-        faulthandler.dump_traceback_later(self._stuck + self._delay, repeat=True, file=_stderr())
-
     def _run(self) -> None:
+        assert self._monitor.stdin is not None
         while not self._over.wait(max(0.01, min(self._due - time.monotonic(), self._stuck / 4))):
-            self._expect_python()
+            with contextlib.suppress(BrokenPipeError):  # somebody killed the second process
+                self._monitor.stdin.write(b".")
             if time.monotonic() >= self._due:
                 self._print()
                 self.kick()

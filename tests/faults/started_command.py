@@ -80,7 +80,7 @@ class StartedCommand:
                     word.partition(b"=")[::2] for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 )
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"RANK" in words and b"multiprocessing" not in command:
+                if b"RANK" in words and b"multiprocessing" not in command and b"stack_monitor" not in command:
                     by_rank[int(words[b"RANK"])] = pid
         return [by_rank[rank] for rank in sorted(by_rank)] or [self.agent.pid]
 

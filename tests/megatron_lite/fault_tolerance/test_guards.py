@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 
 import pytest
@@ -125,12 +126,11 @@ def test_stacks_of_a_call_that_holds_the_interpreter_lock():
     """Print stacks before the heartbeat of other processes ends the run: no Python thread runs, not even the heartbeat."""
     code = (
         "import ctypes, os, signal, subprocess, time\n"
-        "from megatron_lite.fault_tolerance.guards import Watchdog, print_stacks_on_signal\n"
+        "from megatron_lite.fault_tolerance.guards import Watchdog\n"
         "def a_call_that_holds_the_interpreter():\n"
         "    ctypes.PyDLL(None).usleep(900_000)\n"  # a signal interrupts it
         "def another_call():\n"
         "    ctypes.PyDLL(None).usleep(900_000)\n"
-        "print_stacks_on_signal()\n"
         "with Watchdog(10, delay=0.3, stuck_seconds=0.2) as dog:\n"
         "    time.sleep(0.3)\n"
         "    a_call_that_holds_the_interpreter()\n"
@@ -139,9 +139,31 @@ def test_stacks_of_a_call_that_holds_the_interpreter_lock():
         "late.wait()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
-    assert done.stderr.startswith("Timeout (0:00:00.5")  # 0.2 s, and the delay
+    assert done.stderr.startswith("\nTimeout: this process: no Python thread ran for 0.5 s")  # 0.2 s, and the delay
     assert "in a_call_that_holds_the_interpreter" in done.stderr
     assert "in another_call" in done.stderr
+
+
+def test_a_pause_of_all_processes_prints_no_stacks():
+    """Print nothing after a pause: reading stacks while threads run ended paused runs with a segmentation fault."""
+    code = (
+        "import time\n"
+        "from megatron_lite.fault_tolerance.guards import Watchdog\n"
+        "with Watchdog(10, stuck_seconds=0.8) as dog:\n"
+        "    print(dog._monitor.pid, flush=True)\n"
+        "    time.sleep(2.5)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        processes = (process.pid, int(process.stdout.readline()))
+        for number, seconds in ((signal.SIGSTOP, 1.5), (signal.SIGCONT, 0.0)):
+            for pid in processes:
+                os.kill(pid, number)
+            time.sleep(seconds)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
 
 
 def test_stacks_are_printed_before_the_heartbeat_ends_the_run():
