@@ -25,7 +25,7 @@ lock:  ## write requirements.lock, every package with its hashes (needs uv)
 	uv pip compile requirements.txt --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
 	  --no-emit-find-links --custom-compile-command "make lock" --quiet --output-file requirements.lock
 
-train: setup  ## train the default model on this machine (about 7 minutes on 2 cores) and report the result
+train: setup  ## train the default model on this machine (about 8 minutes on 2 cores, installation included) and report the result
 	$(BIN)/python train.py
 
 test: setup lint  ## style checks, type checks and all tests

@@ -17,7 +17,7 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "default.yml"
 
 EPILOG = """
 examples:
-  python train.py                                        the default: a small MetaLA learns Python in 5 minutes on a CPU
+  python train.py                                        the default: a small MetaLA learns Python in 6 minutes on a CPU
   python train.py run.name=second optimizer.lr=1e-3      the same with other values, in runs/second
   python train.py configs/metala_360m.yml data.train=/data/pile_text_document
   python train.py configs/metala_1.4b.yml --dry-run      parameters, FLOPs, memory, refusals; nothing is saved

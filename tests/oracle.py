@@ -15,7 +15,7 @@ from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 
-Steps = Sequence[Sequence[dict[str, Tensor]]]  # steps of micro batches
+Steps = Sequence[Sequence[dict[str, Tensor]]]  # steps of micro-batches
 
 
 def train(

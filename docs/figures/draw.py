@@ -201,7 +201,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "compare_lm.png": language_models,
     "mad.png": lambda out: synthetic(out, "mad", "models=[metala]"),
     "mqar.png": lambda out: synthetic(out, "mqar", *PAIRS_64),
-    "mqar_courses.png": lambda out: synthetic(out, "mqar", *PAIRS_64, curves=True),
+    "mqar_learning_curves.png": lambda out: synthetic(out, "mqar", *PAIRS_64, curves=True),
     "mqar_512x64_no_mlp.png": lambda out: synthetic(
         out, "mqar", *PAIRS_64, "widths=[128]", "network.mlp=identity", curves=True
     ),

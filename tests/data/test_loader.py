@@ -53,7 +53,7 @@ def test_a_step_is_the_same_samples_however_it_is_cut(micro, accumulation, ranks
     for index in range(accumulation):
         start = consumed + index * micro * ranks
         together = [int(n) for rank in range(ranks) for n in rows[rank][index]]
-        assert together == list(range(start, start + micro * ranks)), "contiguous slices of each global micro batch"
+        assert together == list(range(start, start + micro * ranks)), "contiguous slices of each global micro-batch"
     assert sorted(n for row in rows for n in row.ravel()) == list(range(consumed, consumed + size))
 
 

@@ -32,7 +32,7 @@ def model_config(mixers: tuple[str, ...] = ("metala",), **changes: Any) -> Model
 
 
 def batches(steps: int, *, micro: int = 2, accumulation: int = 2, masked: bool = True) -> list[list[dict[str, Tensor]]]:
-    """Random tokens; about a third of the labels carry no loss, unevenly over the micro batches."""
+    """Random tokens; about a third of the labels carry no loss, unevenly over the micro-batches."""
     generator = torch.Generator().manual_seed(7)
     out = []
     for _ in range(steps):
@@ -48,7 +48,7 @@ def batches(steps: int, *, micro: int = 2, accumulation: int = 2, masked: bool =
 
 
 def leave_bf16_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have DeepSpeed's bf16 optimizer as it comes, but for its rounding sums over micro batches to bf16."""
+    """Have DeepSpeed's bf16 optimizer as it comes, but for its rounding sums over micro-batches to bf16."""
 
     def as_it_comes(engine: Any, zero: Any, replicas: int, **_: Any) -> None:
         zero.skip_next = lambda: zero.fp32_groups_gradient_flat_partition[0].fill_(math.nan)

@@ -132,7 +132,7 @@ def steps_of(case: LayoutCase) -> list[list[dict[str, Tensor]]]:
 
 
 def steps(masked: bool = False, packed: bool = False) -> list[list[dict[str, Tensor]]]:
-    """`STEPS` steps of `MICRO_BATCHES` micro batches of 2 samples; labels without loss, unevenly over micro batches.
+    """`STEPS` steps of `MICRO_BATCHES` micro-batches of 2 samples; labels without loss, unevenly over micro-batches.
 
     masked: the tokens are labels themselves, and those that have one are hidden; rows of unequal length are padded.
     packed: both samples are one row of documents, which begin anywhere; one of them is empty.

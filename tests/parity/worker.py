@@ -120,7 +120,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         result = engine.train_step(own(step, grid), lr=rate(index))
         history.append((result.loss, result.gradient_norm))
         accuracies.append(result.accuracy)
-        if index == 1:  # between training steps, of another number of micro batches; stages expect another size then
+        if index == 1:  # between training steps, of another number of micro-batches; stages expect another size then
             evaluated = list(engine.evaluate(own(layouts.in_pairs(step) if grid.pipe_size > 1 else step, grid)))
     engine.close()
     return {"history": history, "accuracies": accuracies, "evaluated": evaluated}

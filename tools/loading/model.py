@@ -177,11 +177,13 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], source: Path | 
 
 
 def run_folder(checkpoint: Path, config: dict[str, Any]) -> Path:
-    """Return the folder of the run that wrote a step folder.
+    """Return the folder of the run that wrote a step folder, relative to the working folder if it is in it.
 
     It is the folder above `checkpoints`, or the configured folder if only that one has metrics.
     """
     parent = checkpoint.absolute().parent.parent
+    if Path.cwd() in parent.parents:
+        parent = parent.relative_to(Path.cwd())
     configured = Path(config["run"].get("directory") or f"runs/{config['run']['name']}")
     moved = not (parent / "metrics.jsonl").is_file() and (configured / "metrics.jsonl").is_file()
     return configured if moved else parent

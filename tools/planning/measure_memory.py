@@ -38,7 +38,7 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
     name = torch.cuda.get_device_name(grid.device) if grid.device.type == "cuda" else "cpu"
     if grid.is_main:
         print(
-            f"{Path(words[0]).stem}: {gpus} processes on {name}, {dtype}, micro batch {config.batch.micro_batch_size}"
+            f"{Path(words[0]).stem}: {gpus} processes on {name}, {dtype}, micro-batch {config.batch.micro_batch_size}"
         )
         print("ZeRO  checkpointing   estimated GiB   allocated GiB   ratio")
     worst = 1.0

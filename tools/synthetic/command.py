@@ -185,7 +185,7 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
     else:
         draw_results(experiment, cells, written[-1])
     if experiment.suite in ("mqar", "lra"):
-        written.append(results.path.with_name("courses.png"))
+        written.append(results.path.with_name("learning_curves.png"))
         draw_curves(experiment, grouped, results, written[-1])
     print("\n".join(["", text, *map(str, written)]))
 

@@ -60,7 +60,7 @@ def test_whole_runs_load_and_round_trip(path: Path, tmp_path: Path) -> None:
 def test_large_runs_fit_every_cluster(path: Path, cluster: str, ranks: int) -> None:
     alone = load(path)
     files = [path, CONFIGS / "cluster" / f"{cluster}.yml"]
-    if alone.batch.sequence_length > 2048:  # its own micro batch holds, so its file comes last
+    if alone.batch.sequence_length > 2048:  # its own micro-batch holds, so its file comes last
         files.reverse()
     config = load(*files, world_size=ranks)
     assert config.batch.global_batch_size == alone.batch.global_batch_size
@@ -82,7 +82,7 @@ def test_parts_load_over_the_default_run(path: Path) -> None:
     data = read_sources([path]).tree.get("data", {})
     corpus = ("data.corpus=null",) if "train" in data else ()
     both_sides = ("model.mixers=[metala_bidirectional]",) if data.get("objective") == "masked" else ()
-    # The default's global batch is smaller than the micro batches that the cluster files are made for.
+    # The default's global batch is smaller than the micro-batches that the cluster files are made for.
     base = base_of(path)
     sizes = () if base.stem != "default" else ("batch.global_batch_size=256",)
     config = load(base, path, overrides=(*corpus, *both_sides, *sizes))

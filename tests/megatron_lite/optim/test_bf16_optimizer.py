@@ -55,7 +55,7 @@ def optimizer(tensor_rank: int | None, device: str) -> Any:
 def check_parts(
     monkeypatch: pytest.MonkeyPatch, arithmetic: Callable[[Any], Any], replicas: int, tensor_rank: int, device: str
 ) -> None:
-    """Two steps of two micro batches against AdamW on all of it."""
+    """Two steps of two micro-batches against AdamW on all of it."""
     deepspeed = import_deepspeed()
     whole = [nn.Parameter(flat(group)) for group in scattered(0, device)]
     expected = torch.optim.AdamW([{"params": [p], **o} for p, o in zip(whole, OPTIONS, strict=True)])
@@ -104,7 +104,7 @@ def check_parts(
 def check_steps(
     monkeypatch: pytest.MonkeyPatch, *, kernels: bool, accumulation: int, release: bool, device: str
 ) -> None:
-    """Steps that are clipped, not clipped, skipped and without clipping against AdamW, in each micro batch of which one
+    """Steps that are clipped, not clipped, skipped and without clipping against AdamW, in each micro-batch of which one
     parameter has no gradient."""
     import_deepspeed()
     resize = torch.UntypedStorage.resize_
@@ -132,7 +132,7 @@ def check_steps(
                 parameter.grad = None if index == micro else gradient
                 gradients[index] += 0.0 if index == micro else gradient
             zero.update_hp_grads()
-        # Nothing is to be summed over one micro batch, which torch's functions take from the sums all the same.
+        # Nothing is to be summed over one micro-batch, which torch's functions take from the sums all the same.
         assert any(p.grad is not None for p in parameters) == (kernels and accumulation == 1)
         held = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
         del given, gradient

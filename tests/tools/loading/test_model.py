@@ -9,7 +9,7 @@ from megatron_lite.checkpoint.reader import CheckpointError, read_config_yaml, r
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from models.mixers import MIXERS
-from tools.loading.model import build_model, load_model, model_config
+from tools.loading.model import build_model, load_model, model_config, run_of
 
 
 def test_the_newest_checkpoint_or_the_named_one(trained_run: Path) -> None:
@@ -24,6 +24,13 @@ def test_the_newest_checkpoint_or_the_named_one(trained_run: Path) -> None:
         assert not parameter.requires_grad
     assert newest.model.head.weight is newest.model.embedding.weight
     assert not newest.model.training
+
+
+def test_run_folder_is_relative_inside_the_working_folder(trained_run: Path, monkeypatch) -> None:
+    monkeypatch.chdir(trained_run.parent)
+    assert run_of(trained_run.name) == Path(trained_run.name)
+    monkeypatch.chdir(trained_run)
+    assert run_of(".").name == trained_run.name
 
 
 def test_it_learned_something(trained_run: Path) -> None:

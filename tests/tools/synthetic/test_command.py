@@ -108,8 +108,8 @@ def test_results_of_another_machine_are_reported(
     assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
     output = one_space(capsys.readouterr().out)
     assert "| MetaLA | 50.0 (0.005) |" in output
-    assert (tmp_path / "out" / "courses.png").is_file()
-    assert "courses.png" in output
+    assert (tmp_path / "out" / "learning_curves.png").is_file()
+    assert "learning_curves.png" in output
 
 
 def test_check_passes(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,7 +335,7 @@ def test_training_curves_show_the_best_runs(
             results.add(result_line(run, result, {}))
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw_curves(experiment, sweeps(plan(experiment, "fp32")), results, tmp_path / "courses.png")
+    draw_curves(experiment, sweeps(plan(experiment, "fp32")), results, tmp_path / "learning_curves.png")
     (axes,) = drawn[0].axes
     assert axes.lines[0].get_xdata().tolist() == [1, 2, 3]
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([6.25, 12.5, 25.0])

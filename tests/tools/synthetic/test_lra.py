@@ -148,7 +148,7 @@ def test_the_command_trains_and_writes_the_table(tmp_path, capsys):
     table = (tmp_path / "out/results.md").read_text()
     assert f"| MetaLA | {100 * line['accuracy']:.1f} |" in table
     assert "91.66" in table
-    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"results.png", "courses.png"}
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"results.png", "learning_curves.png"}
     assert evaluation.main([*words, "--report"]) == 0
     capsys.readouterr()
 
