@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -81,8 +82,11 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._seconds:
             print_stacks_on_signal()
-            command = [sys.executable, "-I", "-S", stack_monitor.__file__, self._who, str(self._stuck + self._delay)]
-            self._monitor = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+            words = (str(os.getpid()), self._who, str(self._stuck + self._delay))
+            command = [sys.executable, "-I", "-S", stack_monitor.__file__, *words]
+            self._monitor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+            assert self._monitor.stdin is not None
+            os.set_blocking(self._monitor.stdin.fileno(), False)  # a stopped monitor reads nothing
             self.kick()
             self._thread.start()
         return self
@@ -93,6 +97,7 @@ class Watchdog:
         if self._seconds:
             self._over.set()
             self._thread.join()
+            self._monitor.kill()  # a process forked meanwhile may hold its standard input open
             self._monitor.communicate()
 
     def kick(self, times: float = 1.0) -> None:
@@ -103,7 +108,7 @@ class Watchdog:
     def _run(self) -> None:
         assert self._monitor.stdin is not None
         while not self._over.wait(max(0.01, min(self._due - time.monotonic(), self._stuck / 4))):
-            with contextlib.suppress(BrokenPipeError):  # somebody killed the second process
+            with contextlib.suppress(BrokenPipeError):  # somebody killed the monitor
                 self._monitor.stdin.write(b".")
             if time.monotonic() >= self._due:
                 self._print()

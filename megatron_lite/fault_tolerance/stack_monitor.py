@@ -1,8 +1,9 @@
 """Process that lets its parent print its stacks when no Python thread of the parent runs.
 
-`Watchdog` starts it as `python stack_monitor.py WHO SECONDS` and writes a byte to its standard input from a thread. It counts
-ticks of its own, not time: a pause of both processes (SIGSTOP, suspend) is at most one tick. The timer of faulthandler counts
-time. After a pause it would read the stacks while the threads run, which can end the process with a segmentation fault.
+`Watchdog` starts it as `python stack_monitor.py PARENT WHO SECONDS` and writes bytes to its standard input from a thread. It
+counts ticks of its own, not time: a pause of both processes (SIGSTOP, suspend) is at most one tick. A tick in which only the
+parent is stopped does not count. faulthandler may read stacks only while no thread runs: otherwise the process can end with a
+segmentation fault.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import sys
 TICKS = 20  # without a byte, after which the parent prints its stacks
 
 
-def monitor(who: str, seconds: float) -> None:
-    """Send SIGUSR2 to the parent whenever it wrote nothing for `seconds`. Return when the parent has ended."""
-    parent, silent = os.getppid(), 0
-    while os.getppid() == parent:
+def monitor(parent: int, who: str, seconds: float) -> None:
+    """Send SIGUSR2 to the parent whenever it ran for `seconds` and wrote nothing. Return when it has ended."""
+    silent = 0
+    while os.getppid() == parent:  # a process forked by the parent may hold the pipe open
         if select.select([0], [], [], seconds / TICKS)[0]:
-            if not os.read(0, 4096):
+            if not os.read(0, 65536):
                 return
+            silent = 0
+        elif _is_stopped(parent):
             silent = 0
         elif (silent := silent + 1) == TICKS:
             sys.stderr.write(f"\nTimeout: {who}: no Python thread ran for {seconds:.1f} s; its threads:\n")
@@ -30,7 +33,16 @@ def monitor(who: str, seconds: float) -> None:
             silent = 0
 
 
+def _is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger stops the process; False without /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="latin-1") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # of the process group
         signal.signal(number, signal.SIG_IGN)
-    monitor(sys.argv[1], float(sys.argv[2]))
+    monitor(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
