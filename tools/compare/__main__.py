@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +141,13 @@ def _prepare(comparison: Comparison, runs: Sequence[Run]) -> None:
 
 
 def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> dict[str, str]:
+    from tools.compare.ladder_predictions import store_predictions
     from tools.compare.launcher import run_all
     from tools.compare.launches import recorded_launch
+
+    def after_run(failed: Collection[str]) -> None:
+        if comparison.ladder is not None:
+            store_predictions(comparison, comparison.ladder, runs, failed)
 
     _prepare(comparison, runs)
     devices = _devices(options.devices or comparison.devices)
@@ -157,6 +162,7 @@ def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namesp
             tune_kernels=comparison.tune_kernels,
             in_order=comparison.ladder is not None,  # the smaller sizes predict the largest one, so they come first
             progress=True,
+            after_run=after_run,
         )
     if outcome.stopped:
         print(f"stopped ({outcome.stopped}): run the same command again to continue", file=sys.stderr)

@@ -11,9 +11,10 @@ import numpy as np
 
 from tools.compare.held_out import compressors_of, positions_of
 from tools.compare.ladder_choices import choices, scores
-from tools.compare.results import Result, Row, ranked
+from tools.compare.ladder_predictions import fits_of, points_of, predict, stored_predictions
+from tools.compare.results import Result, Row, ranked, rows_of
 from tools.compare.rungs import Ladder
-from tools.compare.scaling_fit import Points, ScalingFit, fit_losses, fit_with_common_exponents
+from tools.compare.scaling_fit import ScalingFit
 from tools.compare.spec import Comparison, Run
 from tools.reporting.runs_page import Section, picture_html, table_html, write_page
 from tools.reporting.style import label_lines, log_axes, saved_figure, series_style
@@ -27,21 +28,17 @@ def write_ladder(
     comparison: Comparison, ladder: Ladder, runs: Sequence[Run], results: Sequence[Result], rows: Sequence[Row]
 ) -> tuple[list[Section], list[Path]]:
     """Write ladder.png and ladder.html to the comparison's folder. Return the tables, and the files."""
-    rungs = ladder.rungs()
-    all_fits, problems = _fits(_points(results))
-    points = _points([result for result in results if rungs[result.run.size][0] != ladder.largest])
-    fits, more = _fits(points)
-    common = fit_with_common_exponents({model: points[model] for model in fits}) if len(fits) > 1 else fits
+    fits, problems = fits_of(points_of(results))
     sections = [
         *_largest(comparison, ladder, runs, results, rows),
-        _predictions(ladder, runs, rows, common, fits, more),
-        _constants(all_fits, problems, results),
+        _predictions(comparison, ladder, runs, results),
+        _constants(fits, problems, results),
     ]
     sections = [section for section in sections if section.rows or section.note]
     files = [comparison.folder / "ladder.html"]
     parts = [table_html(section) for section in sections]
     if rows:
-        picture = _draw(ladder, results, all_fits or fits, comparison.folder / "ladder.png", comparison.title)
+        picture = _draw(ladder, results, fits, comparison.folder / "ladder.png", comparison.title)
         files.insert(0, picture)
         parts.insert(0, picture_html("Loss over compute", picture.read_bytes(), "png"))
     write_page(files[-1], comparison.title, parts)
@@ -62,58 +59,34 @@ def markdown(sections: Sequence[Section], command: str = "") -> str:
     return "\n".join(parts)
 
 
-def _points(results: Sequence[Result]) -> dict[str, Points]:
-    """Return model -> parameters, tokens and losses of its complete runs."""
-    points: dict[str, list[tuple[float, float, float]]] = {}
-    for result in results:
-        of_model = points.setdefault(result.run.model, [])
-        if result.final and math.isfinite(result.final["loss"]):
-            of_model.append((result.run.body, result.tokens, result.final["loss"]))
-    return {model: (*np.array(of_model or np.zeros((0, 3))).T,) for model, of_model in points.items()}
-
-
-def _fits(points: Mapping[str, Points]) -> tuple[dict[str, ScalingFit], str]:
-    """Return model -> fit, and why other models have none."""
-    fits: dict[str, ScalingFit] = {}
-    without: dict[str, list[str]] = {}
-    for model, of_model in points.items():
-        try:
-            fits[model] = fit_losses(*of_model, name="the fit")
-        except ValueError as error:
-            without.setdefault(str(error).removeprefix("the fit: "), []).append(model)
-    return fits, "".join(f" No fit of {', '.join(models)}: {reason}." for reason, models in without.items())
-
-
-def _predictions(
-    ladder: Ladder,
-    runs: Sequence[Run],
-    rows: Sequence[Row],
-    common: Mapping[str, ScalingFit],
-    own: Mapping[str, ScalingFit],
-    problems: str,
-) -> Section:
-    trained = {(row.model, row.size): row for row in rows}
-    cells, errors = [], []
-    for run in {(run.model, run.size): run for run in runs}.values():
-        if ladder.rungs()[run.size][0] != ladder.largest or run.model not in common:
+def _predictions(comparison: Comparison, ladder: Ladder, runs: Sequence[Run], results: Sequence[Result]) -> Section:
+    trained = {(row.model, row.size): row.mean("loss") for row in rows_of(results) if math.isfinite(row.mean("loss"))}
+    largest = {(run.model, run.size): run for run in runs if ladder.rungs()[run.size][0] == ladder.largest}
+    computed, problems = predict(ladder, [*largest.values()], results)
+    predictions = {**computed, **stored_predictions(comparison)}
+    cells, errors, times = [], [], dict[str, list[str]]()
+    for (model, rung), run in largest.items():
+        if (prediction := predictions.get(model, {}).get(rung)) is None:
             continue
-        tokens = run.config.batch.tokens_of(run.config.schedule.train_steps)
-        loss, low, high = common[run.model].predict(run.body, tokens)
-        row = trained.get((run.model, run.size))
-        actual = None if row is None else row.mean("loss")
-        errors += [] if actual is None else [abs(loss - actual)]
+        times.setdefault(prediction.stored, []).append(run.label)
+        actual = trained.get((model, rung))
+        errors += [] if actual is None else [abs(prediction.loss - actual)]
         cells.append(
             [
                 run.label,
-                run.size,
-                f"{loss:.4f} [{low:.4f}, {high:.4f}]",
-                f"{own[run.model].predict(run.body, tokens)[0]:.4f}",
+                rung,
+                f"{prediction.loss:.4f} [{prediction.low:.4f}, {prediction.high:.4f}]",
+                f"{prediction.own:.4f}",
                 "-" if actual is None else f"{actual:.4f}",
-                "-" if actual is None else f"{loss - actual:+.4f}",
+                "-" if actual is None else f"{prediction.loss - actual:+.4f}",
             ]
         )
     header = ["model", "rung", "predicted loss", "with own exponents", "trained", "predicted minus trained"]
     note = f"Predicted from the sizes below {ladder.largest}, with common exponents a and b of all models. {_INTERVAL}{problems}"
+    for time, labels in times.items():
+        note += f" {', '.join(labels)}: " + (
+            f"stored at {time} UTC, before a run of {ladder.largest} was complete." if time else "not stored."
+        )
     if errors:
         near = sum(error <= _NEAR for error in errors)
         note += (

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,6 +86,7 @@ def run_all(
     tune_kernels: bool = False,
     in_order: bool = False,
     progress: bool = True,
+    after_run: Callable[[Collection[str]], None] = lambda failed: None,
 ) -> Outcome:
     """Train the runs that are not complete. A failed run is recorded and the others continue.
 
@@ -97,6 +98,7 @@ def run_all(
         minutes: time limit, after which every run saves and stops. The same call continues.
         tune_kernels: see `Comparison`.
         in_order: train in the order of `runs`, not the longest first.
+        after_run: called before the training and after every run, with the names of the failed runs.
     """
     outcome = Outcome()
     waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
@@ -125,7 +127,7 @@ def run_all(
 
     previous_handlers = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = [threading.Thread(target=serve, args=(slot,), daemon=True) for slot in slots]
-    started = time.monotonic()
+    started, ended = time.monotonic(), 0
     total = sum(run.config.schedule.train_steps for run in runs)
     try:
         with ProgressBar(
@@ -133,6 +135,7 @@ def run_all(
         ) as bar:
             bar.update(_show(bar, runs, waiting.qsize))
             bar.initial = bar.n
+            after_run(())
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
@@ -142,12 +145,16 @@ def run_all(
                     stop.set()
                     break
                 time.sleep(_POLL_SECONDS)
+                if (count := sum(run.complete for run in incomplete) + len(outcome.failed)) > ended:
+                    ended = count
+                    after_run(list(outcome.failed))
                 bar.update(_show(bar, runs, waiting.qsize) - bar.n)
             for slot in slots if stop.is_set() else ():
                 slot.interrupt()
             end = time.monotonic() + _SECONDS_TO_SAVE
             for thread in threads:
                 thread.join(max(0.0, end - time.monotonic()))
+            after_run(list(outcome.failed))
             bar.update(_show(bar, runs, waiting.qsize) - bar.n)
     finally:
         for number, handler in previous_handlers.items():

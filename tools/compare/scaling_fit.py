@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import least_squares, nnls
+from scipy.optimize import nnls
 from scipy.stats import norm, t
 
 UNKNOWNS = 5
@@ -19,6 +19,9 @@ _HUBER = 1e-2
 _EXPONENTS = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # starts of a and b
 _LOWEST = -12.0  # of the logarithm of a term, far below the noise of a loss
 _BOUNDS = ([_LOWEST, _LOWEST, _LOWEST, 0.01, 0.01], [3.0, 3.0, 3.0, 2.0, 2.0])
+_ITERATIONS = 300
+# Parameters, tokens and losses of runs.
+Points = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class ScalingFit:
         center: geometric means of N and D. A and B are the terms there: A (N0 / N)^a and B (D0 / D)^b.
         values: log E, log A, log B, a, b; shape [5].
         samples: the same of every bootstrap sample, [samples, 5].
-        residuals: log L of the points minus that of the fit, widened for the unknowns and, with Student's t, for few points.
+        residuals: log L of all points minus that of the fit, widened for the unknowns and, with Student's t, for few points.
     """
 
     center: tuple[float, float]
@@ -55,14 +58,44 @@ class ScalingFit:
 def fit_losses(
     parameters: ArrayLike, tokens: ArrayLike, losses: ArrayLike, *, samples: int = 200, name: str = "the fit"
 ) -> ScalingFit:
-    """Fit runs. parameters, tokens, losses: one value per run. samples: number of bootstrap samples.
+    """Fit runs of one model; see `fit_with_common_exponents`. parameters, tokens, losses: one value per run."""
+    return fit_with_common_exponents({name: (parameters, tokens, losses)}, samples=samples)[name]
 
-    The bootstrap resamples residuals: with few points, resampled points would not determine the unknowns.
+
+def fit_with_common_exponents(points: Mapping[str, Points], *, samples: int = 200) -> dict[str, ScalingFit]:
+    """Fit several models with the same exponents a and b, and their own E, A and B.
+
+    Models of nearly equal exponents predict with 0.5 to 0.7 of the error of separate fits (docs/guide/comparing.md). The
+    bootstrap resamples the residuals of all models: with few points, resampled points would not determine the unknowns.
+
+    Args:
+        points: of every model.
+        samples: number of bootstrap samples.
 
     Raises:
-        ValueError: too few different points, sizes or token counts, or a loss that is not a finite positive number.
+        ValueError: a model with too few different points, sizes or token counts, or with a loss that is not a finite positive
+            number.
     """
-    N, D, L = (np.asarray(values, np.float64) for values in (parameters, tokens, losses))
+    runs = [np.array([np.asarray(values, np.float64) for values in of]) for of in points.values()]
+    for name, (N, D, L) in zip(points, runs, strict=True):
+        _check_points(name, N, D, L)
+    model = np.repeat(np.arange(len(runs)), [of.shape[1] for of in runs])
+    N, D, L = np.concatenate(runs, 1)
+    center = (float(np.exp(np.log(N).mean())), float(np.exp(np.log(D).mean())))
+    n, d, target = np.log(N / center[0]), np.log(D / center[1]), np.log(L)
+    cost, unknowns = _refined(_starts(model, n, d, L), model, n, d, target)
+    best = unknowns[cost.argmin()]
+    predicted = _log_loss(_values_of(best)[model], n, d)
+    freedom = len(L) - len(best)
+    residuals = (target - predicted) * np.sqrt(len(L) / freedom) * t.ppf(0.975, freedom) / norm.ppf(0.975)
+    draws = predicted + np.random.default_rng(0).choice(residuals, (samples, len(L)))
+    refits = _values_of(_refined(np.tile(best, (samples, 1)), model, n, d, draws)[1])
+    values = _values_of(best)
+    return {name: ScalingFit(center, values[k], refits[:, k], residuals) for k, name in enumerate(points)}
+
+
+def _check_points(name: str, N: NDArray[np.float64], D: NDArray[np.float64], L: NDArray[np.float64]) -> None:
+    """Raise ValueError as `fit_with_common_exponents`."""
     if not (np.isfinite(L) & (L > 0)).all():
         raise ValueError(
             f"{name}: the loss {L[~(np.isfinite(L) & (L > 0))][0]} cannot be fitted; leave diverged runs out"
@@ -75,107 +108,18 @@ def fit_losses(
             f"{name}: {points} different points, {sizes} sizes, {counts} token counts; E, A, a, B and b are {UNKNOWNS} unknowns,"
             f" so at least {UNKNOWNS + 1} points, 3 sizes and 3 token counts are needed. Train more rungs"
         )
-    center = (float(np.exp(np.log(N).mean())), float(np.exp(np.log(D).mean())))
-    n, d, target = np.log(N / center[0]), np.log(D / center[1]), np.log(L)
-    values = min((_refined(start, n, d, target) for start in _starts(n, d, L)), key=lambda fit: fit[0])[1]
-    predicted = _log_loss(values, n, d)
-    freedom = len(L) - UNKNOWNS
-    residuals = (target - predicted) * np.sqrt(len(L) / freedom) * t.ppf(0.975, freedom) / norm.ppf(0.975)
-    draw = np.random.default_rng(0)
-    refits = [_refined(values, n, d, predicted + draw.choice(residuals, len(L)))[1] for _ in range(samples)]
-    return ScalingFit(center, values, np.array(refits), residuals)
-
-
-# Parameters, tokens and losses of runs.
-Points = tuple[ArrayLike, ArrayLike, ArrayLike]
-
-
-def fit_with_common_exponents(points: Mapping[str, Points], *, samples: int = 100) -> dict[str, ScalingFit]:
-    """Fit several models with the same exponents a and b, and their own E, A and B.
-
-    Models of nearly equal exponents predict with 0.5 to 0.7 of the error of separate fits (docs/guide/comparing.md).
-
-    Args:
-        points: of every model. Each fulfils the conditions of `fit_losses`.
-        samples: number of bootstrap samples; they resample the residuals of all models.
-
-    Raises ValueError as `fit_losses`.
-    """
-    names = list(points)
-    single = [fit_losses(*of_model, samples=1, name=name) for name, of_model in points.items()]
-    model = np.repeat(np.arange(len(names)), [len(np.asarray(of_model[2])) for of_model in points.values()])
-    N, D, L = (np.concatenate([np.asarray(of[i], np.float64) for of in points.values()]) for i in range(3))
-    center = (float(np.exp(np.log(N).mean())), float(np.exp(np.log(D).mean())))
-    n, d, target = np.log(N / center[0]), np.log(D / center[1]), np.log(L)
-    exponents = [tuple(np.median([fit.values[3:] for fit in single], 0))]
-    exponents += [(a, b) for a in _EXPONENTS[1:5:2] for b in _EXPONENTS[1:5:2]]
-    starts = [_start_together(a, b, model, n, d, L) for a, b in exponents]
-    unknowns = min((_refined_together(start, model, n, d, target) for start in starts), key=lambda fit: fit[0])[1]
-    predicted = _log_loss(_values_of(unknowns)[model], n, d)
-    freedom = len(L) - len(unknowns)
-    residuals = (target - predicted) * np.sqrt(len(L) / freedom) * t.ppf(0.975, freedom) / norm.ppf(0.975)
-    draw = np.random.default_rng(0)
-    refits = np.array(
-        [
-            _values_of(_refined_together(unknowns, model, n, d, predicted + draw.choice(residuals, len(L)))[1])
-            for _ in range(samples)
-        ]
-    )
-    values = _values_of(unknowns)
-    return {name: ScalingFit(center, values[k], refits[:, k], residuals) for k, name in enumerate(names)}
-
-
-def _values_of(unknowns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return log E, log A, log B, a, b of every model, [models, 5], from the three of each model and the common exponents."""
-    own = unknowns[:-2].reshape(-1, 3)
-    return np.concatenate([own, np.broadcast_to(unknowns[-2:], (len(own), 2))], 1)
-
-
-def _start_together(
-    a: float, b: float, model: NDArray[np.int64], n: NDArray[np.float64], d: NDArray[np.float64], L: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return the unknowns of all models for two exponents."""
-    own = [_linear_terms(a, b, n[model == k], d[model == k], L[model == k])[1] for k in range(model.max() + 1)]
-    return np.concatenate([*own, [a, b]])
-
-
-def _refined_together(
-    start: NDArray[np.float64],
-    model: NDArray[np.int64],
-    n: NDArray[np.float64],
-    d: NDArray[np.float64],
-    target: NDArray[np.float64],
-) -> tuple[float, NDArray[np.float64]]:
-    """Return the lowest cost near a start of all models, and its unknowns."""
-    rows, models = np.arange(len(n)), (len(start) - 2) // 3
-    low, high = (np.concatenate([np.tile(bound[:3], models), bound[3:]]) for bound in _BOUNDS)
-
-    def difference(unknowns: NDArray[np.float64]) -> NDArray[np.float64]:
-        return _log_loss(_values_of(unknowns)[model], n, d) - target
-
-    def slopes(unknowns: NDArray[np.float64]) -> NDArray[np.float64]:
-        by_value = _slopes(_values_of(unknowns)[model], n, d)
-        matrix = np.zeros((len(n), len(unknowns)))
-        for index in range(3):
-            matrix[rows, 3 * model + index] = by_value[:, index]
-        matrix[:, -2:] = by_value[:, 3:]
-        return matrix
-
-    result = least_squares(
-        difference,
-        np.clip(start, low, high),
-        jac=slopes,
-        bounds=(low, high),
-        loss="huber",
-        f_scale=_HUBER,
-        max_nfev=300,
-    )
-    return float(result.cost), result.x
 
 
 def _distinct(values: NDArray[np.float64]) -> int:
     """Return the number of values that differ by more than 2 %."""
     return min(1, len(values)) + int((np.diff(np.sort(np.log(values))) > 0.02).sum())
+
+
+def _values_of(unknowns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return log E, log A, log B, a, b of every model, [..., models, 5], from the three of each model and the exponents."""
+    own = unknowns[..., :-2].reshape(*unknowns.shape[:-1], -1, 3)
+    exponents = np.broadcast_to(unknowns[..., None, -2:], (*own.shape[:-1], 2))
+    return np.concatenate([own, exponents], -1)
 
 
 def _log_loss(values: NDArray[np.float64], n: ArrayLike, d: ArrayLike) -> NDArray[np.float64]:
@@ -184,48 +128,72 @@ def _log_loss(values: NDArray[np.float64], n: ArrayLike, d: ArrayLike) -> NDArra
     return np.logaddexp(np.logaddexp(E, A - a * n), B - b * d)
 
 
-def _starts(n: NDArray[np.float64], d: NDArray[np.float64], L: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+def _starts(
+    model: NDArray[np.int64], n: NDArray[np.float64], d: NDArray[np.float64], L: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return the best starts on a grid of exponents, for which E, A and B follow by linear least squares."""
     starts = []
     for a in _EXPONENTS:
         for b in _EXPONENTS:
-            error, terms = _linear_terms(a, b, n, d, L)
-            starts.append((error, np.array([*terms, a, b])))
-    return [start for _, start in sorted(starts, key=lambda pair: pair[0])[:4]]
-
-
-def _linear_terms(
-    a: float, b: float, n: NDArray[np.float64], d: NDArray[np.float64], L: NDArray[np.float64]
-) -> tuple[float, NDArray[np.float64]]:
-    """Return the error and log E, log A, log B of the linear least squares that two exponents leave."""
-    terms = np.stack([np.ones_like(L), np.exp(-a * n), np.exp(-b * d)], 1)
-    scale, error = nnls(terms / L[:, None], np.ones_like(L))
-    return error, np.log(np.maximum(scale, np.exp(_LOWEST + 1)))
-
-
-def _slopes(values: NDArray[np.float64], n: NDArray[np.float64], d: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the derivatives of log L by the five values, [points, 5]."""
-    E, A, B, a, b = np.moveaxis(values, -1, 0)
-    total = _log_loss(values, n, d)
-    e, x, y = np.exp(E - total), np.exp(A - a * n - total), np.exp(B - b * d - total)
-    return np.stack([e, x, y, -n * x, -d * y], 1)
+            terms = np.stack([np.ones_like(L), np.exp(-a * n), np.exp(-b * d)], 1) / L[:, None]
+            fits = [nnls(terms[model == k], np.ones(int((model == k).sum()))) for k in range(model.max() + 1)]
+            scales = np.maximum([scale for scale, _ in fits], np.exp(_LOWEST + 1))
+            starts.append((sum(error**2 for _, error in fits), [*np.log(scales).ravel(), a, b]))
+    return np.array([start for _, start in sorted(starts, key=lambda pair: pair[0])[:4]])
 
 
 def _refined(
-    start: NDArray[np.float64], n: NDArray[np.float64], d: NDArray[np.float64], target: NDArray[np.float64]
-) -> tuple[float, NDArray[np.float64]]:
-    """Return the lowest cost near a start, and its values."""
+    starts: NDArray[np.float64],
+    model: NDArray[np.int64],
+    n: NDArray[np.float64],
+    d: NDArray[np.float64],
+    target: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the lowest costs near several starts, [starts], and their unknowns, [starts, unknowns].
 
-    def difference(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return _log_loss(values, n, d) - target
+    Levenberg-Marquardt steps with the weights of Huber's loss, for all starts at once. target: [points], or one row per start.
+    """
+    models = model.max() + 1
+    low, high = (np.concatenate([np.tile(bound[:3], models), bound[3:]]) for bound in _BOUNDS)
+    identity = np.eye(len(low))
 
-    result = least_squares(
-        difference,
-        np.clip(start, *_BOUNDS),
-        jac=lambda values: _slopes(values, n, d),
-        bounds=_BOUNDS,
-        loss="huber",
-        f_scale=_HUBER,
-        max_nfev=300,
-    )
-    return float(result.cost), result.x
+    def difference(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        residual = _log_loss(_values_of(x)[:, model], n, d) - target
+        size = np.abs(residual)
+        return residual, np.where(size <= _HUBER, size**2 / 2, _HUBER * (size - _HUBER / 2)).sum(1)
+
+    x, damping = np.clip(starts, low, high), np.full(len(starts), 1e-3)
+    residual, cost = difference(x)
+    for _ in range(_ITERATIONS):
+        slopes = _slopes(_values_of(x)[:, model], model, n, d)
+        weighted = slopes * np.minimum(1, _HUBER / np.maximum(np.abs(residual), 1e-300))[..., None]
+        gradient = np.einsum("spu,sp->su", weighted, residual)
+        # An unknown at its bound stays there while the cost falls beyond it.
+        free = ~((x <= low) & (gradient > 0) | (x >= high) & (gradient < 0))
+        curvature = (weighted.mT @ slopes) * free[:, :, None] * free[:, None, :]
+        scale = damping[:, None] * (np.einsum("suu->su", curvature) + 1e-9) + ~free
+        step = -np.linalg.solve(curvature + scale[:, :, None] * identity, (gradient * free)[..., None])[..., 0]
+        moved = np.clip(x + step, low, high)
+        new_residual, new_cost = difference(moved)
+        better = new_cost < cost
+        done = (np.abs(moved - x).max(1) < 1e-8) | (damping > 1e9)
+        x, residual = np.where(better[:, None], moved, x), np.where(better[:, None], new_residual, residual)
+        cost, damping = np.minimum(new_cost, cost), np.maximum(np.where(better, damping / 3, damping * 4), 1e-12)
+        if done.all():
+            break
+    return cost, x
+
+
+def _slopes(
+    values: NDArray[np.float64], model: NDArray[np.int64], n: NDArray[np.float64], d: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the derivatives of log L by the unknowns, [starts, points, unknowns]. values: [starts, points, 5]."""
+    E, A, B, a, b = np.moveaxis(values, -1, 0)
+    total = _log_loss(values, n, d)
+    e, x, y = np.exp(E - total), np.exp(A - a * n - total), np.exp(B - b * d - total)
+    matrix = np.zeros((*total.shape, 3 * (model.max() + 1) + 2))
+    points = np.arange(len(n))
+    for index, slope in enumerate((e, x, y)):
+        matrix[:, points, 3 * model + index] = slope
+    matrix[..., -2], matrix[..., -1] = -n * x, -d * y
+    return matrix

@@ -2,13 +2,17 @@
 
 All runs share the interpreter, the imported packages and the kernels' autotuning results. The process reads one run file
 per line from standard input and writes the exit status per run to standard output. It ends after an error with a traceback.
-The output of a run goes to `train.log` in the run's folder. SIGTERM ends a run with a checkpoint, as in train.py.
+The output of a run goes to `train.log` in the run's folder. SIGTERM ends a run with a checkpoint, as in train.py. So does the
+end of the standard input, which a killed parent process leaves: the next launch then finds no run that is in use.
 """
 
 from __future__ import annotations
 
 import os
+import queue
+import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -21,7 +25,10 @@ def main() -> int:
         without_tuning()
     from tools.pretraining.run import run
 
-    for line in sys.stdin:
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    training = threading.Event()
+    threading.Thread(target=_read_lines, args=(lines, training), daemon=True).start()
+    while line := lines.get():
         file = Path(line.rstrip("\n"))
         with (file.parent / "train.log").open("ab") as log:
             os.dup2(log.fileno(), 1)
@@ -34,12 +41,23 @@ def main() -> int:
             # parent would give the next run to a process that is about to end.
             traceback.print_exc()
             return 1
+        training.clear()
         sys.stdout.flush()
         sys.stderr.flush()
         statuses.write(f"{status}\n")
         statuses.flush()
         _release_memory()
     return 0
+
+
+def _read_lines(lines: queue.SimpleQueue[str], training: threading.Event) -> None:
+    """Pass on the lines of standard input. At its end, pass on "" and stop the current run."""
+    for line in sys.stdin:
+        training.set()
+        lines.put(line)
+    lines.put("")
+    if training.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _release_memory() -> None:

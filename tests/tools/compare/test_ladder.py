@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,11 @@ from data.preprocessing.pipeline import preprocess
 from megatron_lite.config.data_schema import DataConfig
 from tests.data.inline_pool import Inline
 from tests.tools.compare.test_plan import EXPERIMENTS, comparison
-from tools.compare import held_out
+from tools.compare import held_out, ladder_predictions
 from tools.compare.__main__ import main, write_results
 from tools.compare.held_out import check_held_out, compressors_of
 from tools.compare.ladder_choices import choices, scores
+from tools.compare.ladder_predictions import store_predictions, stored_predictions
 from tools.compare.ladder_report import markdown, write_ladder
 from tools.compare.results import Result, Row, rows_of
 from tools.compare.rungs import Ladder
@@ -262,6 +264,34 @@ def test_largest_size_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
     assert "## Loss at 20m-20x" in document
     assert "Not measured: `--positions` measures it." in document
     assert "Within 0.01 nats" not in document
+    assert "Softmax: not stored." in document
+
+
+def test_predictions_are_stored_before_the_largest_size_is_complete_and_then_kept(tmp_path: Path, monkeypatch) -> None:
+    planned, runs, results = ladder_results(tmp_path, trained=False)
+    monkeypatch.setattr(ladder_predictions, "read_results", lambda runs: [r for r in results if r.run in runs])
+
+    def store(*failed: str) -> Any:
+        store_predictions(planned, planned.ladder, runs, failed)
+        return stored_predictions(planned)
+
+    runs[7].complete = False
+    assert not store()
+    # A failed run keeps no other run waiting. The second model lacks the size of 20 M.
+    stored = store(runs[7].name)
+    assert list(stored) == ["softmax"]
+    prediction = stored["softmax"]["40m-10x"]
+    assert prediction.loss == pytest.approx(law(4e7, 4e8), abs=1e-3)
+    assert prediction.runs == 8
+    # Results that arrive later change no stored prediction, and the trained loss is not predicted afterwards.
+    runs[7].complete = runs[8].complete = True
+    results[3] = replace(results[3], final={**(results[3].final or {}), "loss": 1.0})
+    assert store() == stored
+    document = markdown(write_ladder(planned, planned.ladder, runs, results, rows_of(results))[0])
+    assert f"{prediction.loss:.4f} [{prediction.low:.4f}, {prediction.high:.4f}]" in document
+    assert f"Softmax: stored at {prediction.stored} UTC, before a run of 40m was complete." in document
+    (tmp_path / ladder_predictions.FILE).unlink()
+    assert not store()
 
 
 def test_mixers_within_the_noise_share_a_purpose() -> None:

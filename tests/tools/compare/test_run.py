@@ -20,6 +20,7 @@ import yaml
 
 from data.atomic_io import write_text
 from megatron_lite.metrics.logger import read_metrics
+from tools.compare import worker
 from tools.compare.__main__ import _devices, main
 from tools.compare.launcher import _Slot, run_all
 from tools.compare.spec import Run, plan_runs, read_comparison
@@ -274,6 +275,33 @@ def test_a_worker_has_its_device_and_its_share_of_the_cores(monkeypatch) -> None
     assert untuned == [*tuned, "--untuned"]
     assert (gpu["CUDA_VISIBLE_DEVICES"], gpu["OMP_NUM_THREADS"]) == ("3", "5")
     assert (cpu["CUDA_VISIBLE_DEVICES"], cpu["OMP_NUM_THREADS"]) == ("", "2")
+
+
+def test_a_worker_stops_its_run_when_the_launcher_is_gone(tmp_path: Path, monkeypatch) -> None:
+    """A killed launcher closes the worker's input; SIGTERM then makes the run save and end."""
+    read, write = os.pipe()
+    stopped = threading.Event()
+
+    def run(files: list[Path]) -> int:
+        previous = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+        os.close(write)
+        received = stopped.wait(30)
+        signal.signal(signal.SIGTERM, previous)
+        return 0 if received else 1
+
+    monkeypatch.setattr("tools.pretraining.run.run", run)
+    monkeypatch.setattr("sys.argv", ["worker"])
+    outputs = [os.dup(number) for number in (1, 2)]
+    os.write(write, f"{tmp_path / 'run.yml'}\n".encode())
+    with os.fdopen(read) as lines:
+        monkeypatch.setattr("sys.stdin", lines)
+        try:
+            assert worker.main() == 0
+        finally:
+            for number, saved in zip((1, 2), outputs, strict=True):
+                os.dup2(saved, number)
+                os.close(saved)
+    assert stopped.is_set()
 
 
 def test_the_plan_trains_nothing(place: Path, monkeypatch, capsys) -> None:

@@ -1,0 +1,123 @@
+"""Predict the losses of a ladder's largest size from the smaller ones, and store them before a run of that size is complete."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+
+from data.atomic_io import read_json, write_text
+from tools.compare.results import Result, read_results
+from tools.compare.rungs import Ladder
+from tools.compare.scaling_fit import Points, ScalingFit, fit_losses, fit_with_common_exponents
+from tools.compare.spec import Comparison, Run
+
+FILE = "predictions.json"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Hold the predicted loss of a rung.
+
+    Attributes:
+        loss, low, high: with common exponents, and the 95 % interval of one run.
+        own: with the model's own exponents.
+        runs: number of runs of the model in the fit.
+        stored: UTC time of the prediction; "" if it is not stored.
+    """
+
+    loss: float
+    low: float
+    high: float
+    own: float
+    runs: int
+    stored: str = ""
+
+
+# Model -> rung of the largest size -> prediction.
+Predictions = dict[str, dict[str, Prediction]]
+
+
+def store_predictions(
+    comparison: Comparison, ladder: Ladder, runs: Sequence[Run], failed: Collection[str] = ()
+) -> None:
+    """Write the predictions of the models that have none, once all smaller runs are complete or failed.
+
+    A stored prediction is never changed. A model gets none after a run of its largest size is complete.
+    """
+    stored, rungs = stored_predictions(comparison), ladder.rungs()
+    largest = [run for run in runs if rungs[run.size][0] == ladder.largest]
+    late = {*stored, *(run.model for run in largest if run.complete)}
+    wanted = [run for run in largest if run.model not in late]
+    smaller = [run for run in runs if rungs[run.size][0] != ladder.largest]
+    if not wanted or not all(run.complete or run.name in failed for run in smaller):
+        return
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+    new = predict(ladder, wanted, read_results(smaller), now)[0]
+    if new:
+        content = {
+            model: {rung: asdict(value) for rung, value in of_model.items()}
+            for model, of_model in {**stored, **new}.items()
+        }
+        write_text(comparison.folder / FILE, json.dumps({"models": content}, indent=1) + "\n")
+
+
+def stored_predictions(comparison: Comparison) -> Predictions:
+    """Return the predictions that `store_predictions` wrote; empty without any."""
+    path = comparison.folder / FILE
+    if not path.is_file():
+        return {}
+    models = read_json(path, "remove it; predictions are then computed after the training", "models")["models"]
+    return {
+        model: {rung: Prediction(**values) for rung, values in of_model.items()} for model, of_model in models.items()
+    }
+
+
+def predict(
+    ladder: Ladder, largest: Sequence[Run], results: Sequence[Result], stored: str = ""
+) -> tuple[Predictions, str]:
+    """Return the predictions of runs of the largest size, and why models have none.
+
+    results: of any sizes; those of the largest one are left out. stored: the time of the predictions.
+    """
+    rungs = ladder.rungs()
+    points = points_of([result for result in results if rungs[result.run.size][0] != ladder.largest])
+    own, problems = fits_of(points, samples=1)
+    names = {model: points[model] for model in own}
+    common = fit_with_common_exponents(names) if len(own) > 1 else fits_of(names)[0]
+    predictions: Predictions = {}
+    for run in largest:
+        if run.model in common:
+            tokens = run.config.batch.tokens_of(run.config.schedule.train_steps)
+            alone = own[run.model].predict(run.body, tokens)[0]
+            prediction = Prediction(
+                *common[run.model].predict(run.body, tokens), alone, len(np.asarray(points[run.model][2])), stored
+            )
+            predictions.setdefault(run.model, {})[run.size] = prediction
+    return predictions, problems
+
+
+def points_of(results: Sequence[Result]) -> dict[str, Points]:
+    """Return model -> parameters, tokens and losses of its complete runs."""
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    for result in results:
+        of_model = points.setdefault(result.run.model, [])
+        if result.final and math.isfinite(result.final["loss"]):
+            of_model.append((result.run.body, result.tokens, result.final["loss"]))
+    return {model: (*np.array(of_model or np.zeros((0, 3))).T,) for model, of_model in points.items()}
+
+
+def fits_of(points: Mapping[str, Points], *, samples: int = 200) -> tuple[dict[str, ScalingFit], str]:
+    """Return model -> fit, and why other models have none."""
+    fits: dict[str, ScalingFit] = {}
+    without: dict[str, list[str]] = {}
+    for model, of_model in points.items():
+        try:
+            fits[model] = fit_losses(*of_model, samples=samples, name="the fit")
+        except ValueError as error:
+            without.setdefault(str(error).removeprefix("the fit: "), []).append(model)
+    return fits, "".join(f" No fit of {', '.join(models)}: {reason}." for reason, models in without.items())
