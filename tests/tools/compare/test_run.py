@@ -278,7 +278,7 @@ def test_a_worker_has_its_device_and_its_share_of_the_cores(monkeypatch) -> None
 
 
 def test_a_worker_stops_its_run_when_the_launcher_is_gone(tmp_path: Path, monkeypatch) -> None:
-    """A killed launcher closes the worker's input; SIGTERM then makes the run save and end."""
+    """Close the worker's input, as a killed launcher does: SIGTERM then makes the run save and end."""
     read, write = os.pipe()
     stopped = threading.Event()
 
