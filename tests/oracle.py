@@ -100,7 +100,7 @@ def muon_update(matrix: Tensor, momentum: Tensor, lr: float, weight_decay: float
     momentum.mul_(mu).add_(gradient)
     updates = []
     for direction in (gradient + mu * momentum).chunk(heads):
-        x = direction / direction.norm()
+        x = direction / direction.norm().clamp_min(1e-30)
         for _ in range(5):
             gram = x @ x.T
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x

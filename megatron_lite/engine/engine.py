@@ -131,9 +131,7 @@ class Engine:
         self.model, self.layers, self.sharding_specs = shard.model, list(shard.layers.values()), shard.sharding_specs
         self._context = context_parallel_group(grid)
         client, fillers = optimizer_of(optimizer, shard, dtype=dtype, parallel=parallel, grid=grid)
-        self.muon_parameters = {
-            name for name, kind in shard.kinds.items() if kind == "matrix" and optimizer.name == "muon"
-        }
+        self.muon_parameters = set(shard.matrices) if optimizer.name == "muon" else set()
         setting = Setting(dtype, parallel.zero_stage, grid.replicas, optimizer_state=precision.optimizer_state)
         calls = parallelize(
             shard.layers,

@@ -12,7 +12,7 @@ from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.parallelize import shard_and_fuse
 from megatron_lite.engine.precision import is_fp8_layer
-from megatron_lite.optim.param_groups import head_dim_of, parameter_kind
+from megatron_lite.optim.param_groups import matrices_of, parameter_kind
 from megatron_lite.optim.zero_state import ShardedParameter
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.layout import stage_bounds
@@ -43,9 +43,8 @@ class ModelShard:
         layers: index in the model -> layer, of this stage.
         tensor: the processes that share these layers; None without tensor parallelism.
         tied: name of a layer -> name of the layer whose `weight` it shares.
-        shapes, sharding_specs, kinds: full shape, sharding spec and `parameter_kind` of every parameter of the model by canonical
-            name, a tied one once.
-        heads: number of heads of the projections of queries, keys and values, by canonical name of the weight.
+        shapes, sharding_specs: full shape and sharding spec of every parameter of the model by canonical name, a tied one once.
+        matrices: heads of the matrices of all blocks by canonical name (`matrices_of`). Embedding and head are no blocks.
 
     Raises:
         ValueError: as `parallelize.shard_and_fuse`.
@@ -100,7 +99,10 @@ class ModelShard:
 
     def parameters_with_kind(self) -> list[tuple[nn.Parameter, str]]:
         """Return this stage's parameters, each with its kind, which decides its weight decay."""
-        return [(parameter, self.kinds[name]) for name, parameter, _ in self.named_parameters()]
+        return [
+            (parameter, "matrix" if name in self.matrices else self._kinds[name])
+            for name, parameter, _ in self.named_parameters()
+        ]
 
     def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """Yield this stage's parameters, each with its part of the full tensor."""
@@ -108,23 +110,23 @@ class ModelShard:
         for name, parameter, first in self.named_parameters():
             shard = shard_of(self.sharding_specs[name], self.shapes[name], rank, size)
             primary = first and (shard.count > 1 or rank == 0)
-            yield ShardedParameter(name, parameter, shard, primary, self.heads.get(name, 1))
+            yield ShardedParameter(name, parameter, shard, primary, self.matrices.get(name) or 1)
 
     def _describe(self, specs: Sequence[LayerSpec]) -> None:
-        """Set the shape, sharding spec and kind of every parameter of the model, by canonical name."""
+        """Set the shape, sharding spec and kind of every parameter of the model, and the matrices, by canonical name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.sharding_specs: dict[str, ShardingSpec] = {}
-        self.kinds: dict[str, str] = {}
-        self.heads: dict[str, int] = {}
-        for index, (spec, layer) in enumerate(zip(specs, self.model, strict=True)):
+        self._kinds: dict[str, str] = {}
+        self.matrices = {
+            f"{spec.name}.{key}": heads
+            for spec, block in list(zip(specs, self.model, strict=True))[1:-1]
+            for key, heads in matrices_of(block).items()
+        }
+        for spec, layer in zip(specs, self.model, strict=True):
             specs_of_layer = sharding_specs(layer)
             for key, parameter in layer.named_parameters():
                 if spec.tied_to is not None and key == "weight":
                     continue
                 name = f"{spec.name}.{key}"
                 self.shapes[name], self.sharding_specs[name] = tuple(parameter.shape), specs_of_layer[key]
-                kind = parameter_kind(layer, key)
-                if head_dim := head_dim_of(layer, key):
-                    self.heads[name] = parameter.shape[0] // head_dim
-                # Embedding and head are no blocks: AdamW updates their matrices.
-                self.kinds[name] = "weight" if kind == "matrix" and index in (0, len(specs) - 1) else kind
+                self._kinds[name] = parameter_kind(layer, key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -13,28 +15,35 @@ from megatron_lite.optim.param_groups import build_optimizer
 from megatron_lite.parallel.grid import Grid
 
 
+def check_matrices(config: OptimizerConfig, matrices: Mapping[str, int]) -> None:
+    """Raise ValueError if Muon has no matrices to update, or with `per_head` none with heads.
+
+    matrices: heads of all matrices of the blocks by name (`matrices_of`).
+    """
+    if config.name == "muon" and not matrices:
+        raise ValueError(
+            "optimizer.name = muon: the blocks of this model have no matrices (weights of linear layers); adamw is allowed"
+        )
+    if config.name == "muon" and config.muon.per_head and not any(matrices.values()):
+        raise ValueError(
+            "optimizer.muon.per_head = true: no mixer of this model has projections q_proj, k_proj and v_proj of heads; "
+            "false is allowed"
+        )
+
+
 def optimizer_of(
     config: OptimizerConfig, shard: ModelShard, *, dtype: str, parallel: ParallelConfig, grid: Grid
 ) -> tuple[torch.optim.AdamW, list[nn.Parameter]]:
     """Return the optimizer and the fillers of its empty groups, which the trained module must register.
 
     Raises:
-        ValueError: Muon with fp16 or ZeRO 3, or for a model without matrices or, with `per_head`, without heads in its blocks.
+        ValueError: Muon with fp16 or ZeRO 3, or as `check_matrices`.
     """
     muon = None
     if config.name == "muon":
         if problem := muon_conflict(dtype, parallel.zero_stage):
             raise ValueError(f"optimizer.name = muon {problem}")
-        if "matrix" not in shard.kinds.values():
-            raise ValueError(
-                "optimizer.name = muon: the blocks of this model have no matrices (weights of linear layers); "
-                "adamw is allowed"
-            )
-        if config.muon.per_head and not shard.heads:
-            raise ValueError(
-                "optimizer.muon.per_head = true: no mixer of this model has projections q_proj, k_proj and v_proj of heads; "
-                "false is allowed"
-            )
+        check_matrices(config, shard.matrices)
         muon = MuonOptions(
             momentum=config.muon.momentum,
             nesterov=config.muon.nesterov,

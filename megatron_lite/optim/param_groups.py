@@ -24,7 +24,7 @@ def build_optimizer(
     """Return fused AdamW (Loshchilov and Hutter 2019), or Muon with AdamW, and the fillers of empty groups.
 
     Args:
-        parameters: each once, with its kind (`parameter_kind`).
+        parameters: each once, with its kind: that of `parameter_kind`, or "matrix" (`matrices_of`).
         no_weight_decay: kinds without weight decay: "norm", "bias", "decay", "embedding".
         muon: Muon for the kind "matrix"; None: AdamW for all parameters.
         filler_device: fill empty groups. ZeRO has one collective per group, so all pipeline stages need the same groups.
@@ -55,29 +55,33 @@ def build_optimizer(
 
 
 def parameter_kind(module: nn.Module, name: str) -> str:
-    """Return the kind of a parameter: "norm", "bias", "decay", "embedding", "matrix" or "weight".
+    """Return the kind of a parameter: "norm", "bias", "decay", "embedding" or "weight".
 
-    `parameter_kinds` of the parameter's module (local name to kind) decides. Any other name is a bias if it ends in "bias", a
-    matrix if it is the weight of an `nn.Linear`, else a weight.
+    `parameter_kinds` of the parameter's module (local name to kind) decides. Any other name is a bias if it ends in "bias",
+    else a weight.
     """
     *path, local = name.split(".")
-    owner = module.get_submodule(".".join(path))
-    kinds: dict[str, str] = getattr(owner, "parameter_kinds", {})
-    if isinstance(owner, nn.Linear) and local == "weight":
-        return "matrix"
+    kinds: dict[str, str] = getattr(module.get_submodule(".".join(path)), "parameter_kinds", {})
     return kinds.get(local, "bias" if local.endswith("bias") else "weight")
 
 
-def head_dim_of(module: nn.Module, name: str) -> int | None:
-    """Return the rows per head of the weight of a mixer's `q_proj`, `k_proj` or `v_proj`; None for other parameters.
+def matrices_of(block: nn.Module) -> dict[str, int]:
+    """Return the matrices of a block at full width, which Muon updates: parameter name -> heads; 0 without heads.
 
-    The mixer, or its `sizes`, has `head_dim_k` for queries and keys and `head_dim_v` for values, or `head_dim` for all.
+    These are the weights of its linear layers. Heads have the projections of queries (`r_proj` in RWKV), keys and values of a
+    mixer that, or whose `sizes`, has `head_dim_k` for queries and keys and `head_dim_v` for values, or `head_dim` for all.
     """
-    *path, projection, local = ["", *name.split(".")]
-    suffix = {"q_proj": "k", "k_proj": "k", "v_proj": "v"}.get(projection)
-    if suffix is None or local != "weight":
-        return None
-    mixer = module.get_submodule(".".join(path[1:]))
+    matrices = {}
+    for owner, module in block.named_modules():
+        for local, linear in module.named_children():
+            if isinstance(linear, nn.Linear):
+                suffix = {"q_proj": "k", "r_proj": "k", "k_proj": "k", "v_proj": "v"}.get(local)
+                head_dim = suffix and _head_dim(module, suffix)
+                matrices[f"{owner}.{local}.weight".lstrip(".")] = linear.out_features // head_dim if head_dim else 0
+    return matrices
+
+
+def _head_dim(mixer: nn.Module, suffix: str) -> int | None:
     for owner in (mixer, getattr(mixer, "sizes", None)):
         for attribute in (f"head_dim_{suffix}", "head_dim"):
             if hasattr(owner, attribute):

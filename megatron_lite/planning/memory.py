@@ -79,6 +79,7 @@ class Setting:
         graphs: all layers except the first and the last run as CUDA graphs.
         momentum: bytes per element of Muon's momentum; 0 with AdamW.
         averaged: a float32 moving average of the weights is kept (`optimizer.ema_decay`).
+        tensor: processes of a tensor-parallel group, which exchange Muon's matrices too.
     """
 
     dtype: str
@@ -92,6 +93,7 @@ class Setting:
     graphs: bool = False
     momentum: int = 0
     averaged: bool = False
+    tensor: int = 1
 
     @property
     def keeps_gradients(self) -> bool:
@@ -125,15 +127,17 @@ def state_bytes(parameters: int, setting: Setting, matrices: int = 0) -> dict[st
 def muon_bytes(matrices: int, setting: Setting) -> float:
     """Return the temporary bytes of an update of `matrices` elements by Muon.
 
-    First float32 momentum and direction, where no kernel computes them. Then the direction of the process's own elements, what
-    several processes exchange, and one batch of Newton-Schulz steps: X, its successor and two square matrices. The most
-    frequent shape has about half of the elements.
+    First float32 momentum and direction, where no kernel computes them. Then the direction of the process's own elements, and
+    one batch of Newton-Schulz steps: X, its successor and two square matrices. The most frequent shape has about half of the
+    elements. Several processes also hold the whole matrices, and around the steps what they send and receive.
     """
     width, local = 4 if setting.dtype == "fp32" else 2, matrices / setting.replicas
     kernel = setting.released and setting.dtype == "bf16" and setting.zero_stage == 1
     elementwise = 0.0 if kernel else (14 if setting.narrow else 12 - width) * local
-    exchanged = 3 * width if setting.replicas > 1 else 0
-    return max(elementwise, (width + exchanged) * local + 4 * width * min(matrices / 2, BATCH))
+    steps, exchanged = 4 * width * min(local / 2, BATCH), 0.0
+    if setting.replicas * setting.tensor > 1:
+        steps, exchanged = steps + width * local, 3 * width * local
+    return max(elementwise, width * local + max(steps, exchanged))
 
 
 def step_bytes(layers: Sequence[LayerCost], setting: Setting) -> dict[str, float]:

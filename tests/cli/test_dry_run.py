@@ -41,6 +41,32 @@ def test_memory_is_that_of_the_planner(arguments, monkeypatch, capsys):
     assert "a process on a CPU, fp32, ZeRO 1 over 2" in out
 
 
+def test_projections_in_fp8_are_named(arguments, capsys):
+    words = [*arguments(), "precision.fp8.recipe=rowwise", "--dry-run"]
+    assert train.main(words) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fp8  "))
+    assert "FP8 (rowwise) in " in line
+    assert "mixer.a_proj (not declared for FP8)" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["precision.fp8.recipe=rowwise", "model.hidden_size=40", "model.intermediate_size=88"],
+            "precision.fp8.recipe = rowwise: no projection of this model can run in FP8: mixer.q_proj",
+        ),
+        (
+            ["optimizer.name=muon", "optimizer.muon.per_head=true", "model.mixers=[mamba2]"],
+            "optimizer.muon.per_head = true: no mixer of this model has projections q_proj",
+        ),
+    ],
+)
+def test_models_that_fp8_or_muon_cannot_train_are_refused(arguments, capsys, words, message):
+    assert train.main([*arguments(), *words, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_lines_are_printed_before_the_slow_parts(arguments, monkeypatch, capsys):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -17,7 +17,10 @@ import torch
 
 from megatron_lite.checkpoint.resume import check_start
 from megatron_lite.config.schema import Config
-from megatron_lite.engine.precision import DTYPES, faster_dtype
+from megatron_lite.engine.optimizer import check_matrices
+from megatron_lite.engine.precision import DTYPES, faster_dtype, fp8_summary
+from megatron_lite.optim.param_groups import matrices_of
+from megatron_lite.parallel.fp8_projections import check_device
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.planning.memory import GIB
 from models.config import ModelConfig
@@ -34,7 +37,7 @@ _print = partial(print, flush=True)
 def dry_run(config: Config[ModelConfig]) -> int:
     """Print parameters, FLOPs, length of the run, memory by part and the times of one sample. Return 0.
 
-    Raises ValueError and OSError as `device_of`, and for data or a checkpoint that a start would refuse.
+    Raises ValueError and OSError as `device_of`, and for FP8, Muon, data or a checkpoint that a start would refuse.
     """
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -70,6 +73,10 @@ def dry_run(config: Config[ModelConfig]) -> int:
     cuda = config.run.device != "cpu"  # "auto" on a machine without a GPU: the run's machine may have one
     if dtype == "auto":
         dtype = "bf16" if cuda else sample_dtype
+    check_matrices(config.optimizer, {name: n for block in layers[1:-1] for name, n in matrices_of(block).items()})
+    if summary := fp8_summary(config.precision.fp8, layers, parallel.tensor, dtype):
+        check_device(device, dtype, config.precision.fp8.recipe)
+        _print(f"fp8          {summary}")
     layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
     where = f"the fullest process of {layout}" if layout.model_ranks > 1 else "a process"
     replicas = batch.data_ranks * layout.context

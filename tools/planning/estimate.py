@@ -60,16 +60,16 @@ def layer_flops(config: Config[ModelConfig]) -> list[float]:
     """Return the forward FLOPs per token of each layer."""
     from megatron_lite.planning.flops import forward_flops
 
-    return forward_flops(_meta_layers(config), config.batch.sequence_length, config.data.predicted_fraction)
+    return forward_flops(_meta_layers(config.model), config.batch.sequence_length, config.data.predicted_fraction)
 
 
-def _meta_layers(config: Config[ModelConfig]) -> list[Any]:
+def _meta_layers(model: ModelConfig) -> list[Any]:
     import torch
 
     from models.language_model import build_layer, layer_specs
 
     with torch.device("meta"):
-        return [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(config.model))]
+        return [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(model))]
 
 
 def fp8_flops(config: Config[ModelConfig]) -> float:
@@ -80,7 +80,7 @@ def fp8_flops(config: Config[ModelConfig]) -> float:
     fp8 = config.precision.fp8
     if fp8.recipe == "none":
         return 0.0
-    layers = _meta_layers(config)
+    layers = _meta_layers(config.model)
     covered = [layer for index, layer in enumerate(layers) if is_fp8_layer(fp8, index, len(layers))]
     names = [(layer, name) for layer in covered for name in select_projections(layer, 1)[0]]
     return 6.0 * sum(layer.get_submodule(name).weight.numel() for layer, name in names)
@@ -109,7 +109,18 @@ def memory(
     stages = []
     for stage_layers, in_flight in layers_by_stage(layers, flops, config, layout):
         setting = Setting(
-            dtype, stage, replicas, steps, in_flight, overlap, released, state, graphs, momentum, averaged
+            dtype,
+            stage,
+            replicas,
+            steps,
+            in_flight,
+            overlap,
+            released,
+            state,
+            graphs,
+            momentum,
+            averaged,
+            layout.tensor,
         )
         stages.append(step_bytes(stage_layers, setting))
     return max(stages, key=lambda parts: sum(parts.values()))
@@ -183,20 +194,14 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
 
 def muon_blocks(model: ModelConfig, per_head: bool) -> list[tuple[int, int]]:
     """Return the shapes [rows, columns] of all matrices of the model that Muon orthogonalizes."""
-    import torch
-
-    from megatron_lite.optim.param_groups import head_dim_of, parameter_kind
-    from models.language_model import build_layer, layer_specs
+    from megatron_lite.optim.param_groups import matrices_of
 
     shapes: list[tuple[int, int]] = []
-    for index, spec in list(enumerate(layer_specs(model)))[1:-1]:
-        with torch.device("meta"):
-            layer = build_layer(spec, index, None)
-        for name, parameter in layer.named_parameters():
-            if parameter_kind(layer, name) == "matrix":
-                rows, columns = parameter.shape
-                blocks = rows // (head_dim_of(layer, name) or rows) if per_head else 1
-                shapes += [(rows // blocks, columns)] * blocks
+    for block in _meta_layers(model)[1:-1]:
+        for name, heads in matrices_of(block).items():
+            rows, columns = block.get_parameter(name).shape
+            blocks = heads or 1 if per_head else 1
+            shapes += [(rows // blocks, columns)] * blocks
     return shapes
 
 

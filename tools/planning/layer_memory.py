@@ -16,7 +16,7 @@ from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
 from megatron_lite.engine.parallelize import shard_and_fuse
 from megatron_lite.engine.precision import is_fp8_layer
-from megatron_lite.optim.param_groups import parameter_kind
+from megatron_lite.optim.param_groups import matrices_of
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.parallel.tensor_parallel import TensorGroup
@@ -75,15 +75,15 @@ def layer_costs(
             if kind not in known:
                 with torch.device(device):
                     layer = build_layer(spec, index, None if device == "meta" else 0)
+                names = matrices_of(layer) if block else {}  # before tensor parallelism replaces linear layers
                 shard_and_fuse(layer, tensor, parallel, in_fp8)
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, residual_length, model.hidden_size + values)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)
                 call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, recompute_elementwise)
                 extra = batch if index == len(specs) - 1 else {}
-                kinds = {name: parameter_kind(layer, name) for name, _ in layer.named_parameters()} if block else {}
                 parameters = sum(p.numel() for p in layer.parameters())
-                matrices = sum(p.numel() for name, p in layer.named_parameters() if kinds.get(name) == "matrix")
+                matrices = sum(p.numel() for name, p in layer.named_parameters() if name in names)
                 if spec.tied_to is not None:
                     parameters -= layer.weight.numel()  # type: ignore[union-attr,operator]
                 known[kind] = layer_cost(layer, call, x, parameters=parameters, matrices=matrices, **extra)

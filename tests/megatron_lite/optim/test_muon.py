@@ -11,10 +11,14 @@ import torch
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.optim.muon import Muon, MuonOptions, orthogonalize_by_shape
+from megatron_lite.optim.param_groups import matrices_of
 from megatron_lite.optim.whole_matrices import MatrixPiece, assign_owners, newton_schulz_cost
 from megatron_lite.parallel.sharding_plan import Shard
+from models.language_model import build_layer, layer_specs
+from models.mixers import MIXERS
 from tests import oracle
 from tests.megatron_lite.conftest import batches, model_config
+from tests.parity import layouts
 
 MUON = {"name": "muon"}
 MATRIX, VECTOR = "blocks.0.mixer.v_proj.weight", "blocks.0.norm1.weight"
@@ -27,6 +31,52 @@ def train(engine: Any, steps: list[Any]) -> list[tuple[float, float]]:
 
 def state_of(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {fragment.name: fragment.tensors for fragment in engine.optimizer_state.fragments()}
+
+
+MODELS = {
+    "rwkv7": {"mlp": "rwkv7", "num_layers": 2},
+    "images_lion": {"num_layers": 2},
+    "lion_bidirectional": {"head": "mlm", "num_layers": 2},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_other_models_equal_the_reference(build, model):
+    """Train low-rank pairs, images, and a masked model with the head of BERT. Embeddings and heads stay with AdamW."""
+    config = layouts.model_config(model, **MODELS[model])
+    steps = layouts.image_steps() if config.image_size else layouts.steps(masked="head" in MODELS[model])
+    expected = oracle.train(config, steps[:3], seed=11, lr=3e-4, warmup=0, total=10**6, min_ratio=1.0, muon=True)
+    engine = build(config, optimizer=MUON, accumulation=layouts.MICRO_BATCHES)
+    assert all(name.startswith("blocks.") for name in engine.muon_parameters)
+    for found, wanted in zip(train(engine, steps[:3]), expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_matrices_and_heads_of_every_mixer():
+    """List the weights that AdamW updates although they are not vectors, and the projections with heads."""
+    others, with_heads = {}, {}
+    for mixer in MIXERS:
+        config = model_config(
+            (mixer,), num_layers=3, mixer_options={"lion": {"variant": "s"}} if mixer == "lion" else {}
+        )
+        with torch.device("meta"):
+            block = build_layer(layer_specs(config)[2], 2, None)
+        matrices = matrices_of(block)
+        wide = {name for name, parameter in block.named_parameters() if parameter.ndim > 1}
+        others[mixer] = {name.removeprefix("mixer.") for name in wide - set(matrices) if "conv" not in name}
+        with_heads[mixer] = "".join(name[len("mixer.")] for name, heads in matrices.items() if heads)
+        assert set(matrices) <= wide
+    assert {mixer: names for mixer, names in others.items() if names} == {
+        "lion": {"decay_weight"},
+        "mamba": {"a_log", "dt_weight", "select_weight"},
+        "rg_lru": {"decay_gate_weight", "input_gate_weight"},
+    }
+    assert {mixer for mixer, names in with_heads.items() if not names} == {
+        *("hgrn", "mamba", "mamba2", "qlstm", "rg_lru", "rwkv4", "s5")
+    }
+    assert with_heads["rwkv7"] == "rkv"
+    assert with_heads["metala"] == with_heads["hgrn2"] == with_heads["metala_bidirectional"] == "qv"
+    assert with_heads["kda"] == with_heads["attention"] == "qkv"
 
 
 @pytest.mark.parametrize("mixer", ["metala", "attention"])
@@ -53,6 +103,14 @@ def test_orthogonal_factor_of_tall_wide_and_zero_matrices():
         assert values.max() < 1.25
         assert values.median() > 0.65
     assert not matrices[3].any()
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-22, 1e-30, 1e-42])
+def test_tiny_matrices_get_a_bounded_update(size):
+    """The momentum of a matrix without gradients decays until the squares of its elements underflow."""
+    matrix = torch.randn(8, 20, generator=torch.Generator().manual_seed(0)) * size
+    orthogonalize_by_shape([matrix])
+    assert torch.linalg.svdvals(matrix).max() < 1.25 * 20**0.5
 
 
 def test_every_head_is_orthogonalized_alone():
@@ -153,6 +211,6 @@ def test_heads_of_a_mixer_without_them_are_refused(build):
 
 
 def test_blocks_without_matrices_are_refused(build, monkeypatch):
-    monkeypatch.setattr("megatron_lite.engine.model_shard.parameter_kind", lambda *_: "weight")
+    monkeypatch.setattr("megatron_lite.engine.model_shard.matrices_of", lambda _: {})
     with pytest.raises(ValueError, match=r"optimizer\.name = muon: the blocks of this model have no matrices"):
         build(model_config(), optimizer=MUON)

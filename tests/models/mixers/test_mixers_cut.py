@@ -32,7 +32,7 @@ def test_sharding_specs_and_kinds(case: tuple[str, dict[str, Any]]) -> None:
     for name in mixer.tensor_parallel_plan:
         assert hasattr(mixer, name), f"the plan names {name}, which does not exist"
     for name, _ in mixer.named_parameters():
-        assert parameter_kind(mixer, name) in ("norm", "bias", "decay", "matrix", "weight")
+        assert parameter_kind(mixer, name) in ("norm", "bias", "decay", "weight")
     assert mixer.flops_per_token(512) > 2 * sum(p.numel() for p in mixer.parameters() if p.ndim == 2) * 0.9
 
 

@@ -17,14 +17,14 @@ from megatron_lite.engine import parallelize
 from megatron_lite.parallel.grid import init_grid
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.planning.flops import listed_peak_flops
-from megatron_lite.planning.memory import GIB, Allocations, LayerCost, Setting, step_bytes
+from megatron_lite.planning.memory import GIB, Allocations, LayerCost, Setting, muon_bytes, step_bytes
 from models.backend import available
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools import plan
 from tools.loading.engine import build_engine
 from tools.planning import measure_memory
-from tools.planning.estimate import read_config
+from tools.planning.estimate import muon_blocks, read_config
 from tools.planning.layer_memory import layer_costs
 from tools.planning.meta_device import kernels_of_cuda
 
@@ -59,6 +59,17 @@ def test_estimate_is_within_15_percent_of_allocation(dtype, state, accumulation,
 def test_estimate_of_muon_is_within_15_percent_of_allocation(dtype, capsys):
     words = [*SMALL, "optimizer.name=muon", "batch.sequence_length=64", f"precision.dtype={dtype}"]
     assert measure_memory.measure(words, [(1, "none"), (2, "none")]) == 0, capsys.readouterr().out
+
+
+def test_matrices_of_muon_are_those_of_a_tensor_rank():
+    model = plan.read_config(SMALL, 1).model
+    common = {"dtype": torch.float32, "micro_batch_size": 1, "sequence_length": 64, "parallel": ParallelConfig()}
+    whole, half = (sum(c.matrices for c in layer_costs(model, layout=Layout(tensor=n), **common)) for n in (1, 2))
+    assert whole == sum(rows * columns for rows, columns in muon_blocks(model, False))
+    assert half == whole / 2
+    # Its processes exchange the matrices: those sent, received and assembled are more than the steps of a small matrix need.
+    alone, exchanged = (muon_bytes(half, Setting("fp32", 1, 1, momentum=4, released=False, tensor=n)) for n in (1, 2))
+    assert exchanged - alone == 4 * half
 
 
 def test_masked_model_head_is_sharded_over_tensor_ranks():
