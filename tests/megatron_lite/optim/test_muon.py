@@ -107,7 +107,7 @@ def test_orthogonal_factor_of_tall_wide_and_zero_matrices():
 
 @pytest.mark.parametrize("size", [1e-18, 1e-22, 1e-30, 1e-42])
 def test_tiny_matrices_get_a_bounded_update(size):
-    """The momentum of a matrix without gradients decays until the squares of its elements underflow."""
+    """Orthogonalize matrices such as the decayed momentum of a matrix without gradients: squares of its elements underflow."""
     matrix = torch.randn(8, 20, generator=torch.Generator().manual_seed(0)) * size
     orthogonalize_by_shape([matrix])
     assert torch.linalg.svdvals(matrix).max() < 1.25 * 20**0.5
