@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ EPILOG = """examples:
     --name trial --devices cpu schedule.train_steps=50 batch.global_batch_size=4 batch.micro_batch_size=4
   python -m tools.compare configs/experiments/compare_lm.yml --data data/c4.yml   train on other text
   python -m tools.compare configs/experiments/ladder_small.yml --check                      check the text first
+  python -m tools.compare configs/experiments/ladder_small.yml --tune --minutes 3           learning rates of the sizes
   python -m tools.compare configs/experiments/ladder_small.yml --minutes 8 --positions      sizes, a fit and the report
   python -m tools.compare configs/experiments/ladder_small.yml --table --page ladder.md     the results as one page
 
@@ -39,13 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     from tools.compare.launcher import check_existing_runs
     from tools.compare.spec import plan_runs, read_comparison
+    from tools.compare.tuning import tuning_comparison, with_tuned_rates
 
     comparison = read_comparison(options.file)
     if options.page is not None and comparison.ladder is None:
         raise ValueError(f"--page {options.page}: {options.file} has no section `ladder`, whose results the page shows")
     changes: dict[str, Any] = {"name": options.name, "data": options.data, "workers": options.workers}
     changes["time_budget_minutes"] = options.minutes
-    comparison = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    ladder = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    comparison = tuning_comparison(ladder) if options.tune else with_tuned_rates(ladder)
     runs = plan_runs(
         comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
     )
@@ -54,10 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     check_existing_runs(runs)
     if options.check:
-        _prepare(comparison, runs)
+        _prepare(ladder, runs)
         print(f"The text is ready for all runs. {comparison.folder} may be copied to the machine that trains.")
         return 0
-    failed = {} if options.table or all(run.complete for run in runs) else _train(comparison, runs, options)
+    failed = {} if options.table or all(run.complete for run in runs) else _train(comparison, ladder, runs, options)
+    if options.tune:
+        return _report_rates(ladder, runs, failed)
     if options.positions:
         _measure_positions(comparison, runs, options)
     write_results(comparison, runs, options.file, options.page)
@@ -140,16 +145,30 @@ def _prepare(comparison: Comparison, runs: Sequence[Run]) -> None:
         check_held_out(comparison, comparison.ladder, runs)
 
 
-def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> dict[str, str]:
+def _report_rates(ladder: Comparison, runs: Sequence[Run], failed: Mapping[str, str]) -> int:
+    """Print the table of learning rates. Return 1 before all runs are complete or failed."""
+    from tools.compare.ladder_report import markdown
+    from tools.compare.results import progress_note
+    from tools.compare.tuning import FILE, write_rates
+
+    table = write_rates(ladder, runs, failed)
+    print(progress_note(runs) if table is None else f"\n{markdown([table])}\n{ladder.folder / FILE}")
+    return 1 if table is None else 0
+
+
+def _train(
+    comparison: Comparison, ladder: Comparison, runs: Sequence[Run], options: argparse.Namespace
+) -> dict[str, str]:
+    """Train the runs. ladder: whose folder holds the check of the text."""
     from tools.compare.ladder_predictions import store_predictions
     from tools.compare.launcher import run_all
     from tools.compare.launches import recorded_launch
 
     def after_run(failed: Collection[str]) -> None:
-        if comparison.ladder is not None:
+        if comparison.ladder is not None and not options.tune:
             store_predictions(comparison, comparison.ladder, runs, failed)
 
-    _prepare(comparison, runs)
+    _prepare(ladder, runs)
     devices = _devices(options.devices or comparison.devices)
     # The file's number is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
     workers = 1 if devices == ["cpu"] and options.workers is None else comparison.workers
@@ -224,6 +243,9 @@ def _parser() -> argparse.ArgumentParser:
         "--page", type=Path, metavar="FILE", help="also write a ladder's results as a page, as docs/results/ladder.md"
     )
     parser.add_argument("--plan", action="store_true", help="list the runs with their parameters, without training")
+    parser.add_argument(
+        "--tune", action="store_true", help="train the learning rates of ladder.tuning first; the ladder takes the best"
+    )
     parser.add_argument("--check", action="store_true", help="prepare and check the text, without training")
     parser.add_argument("--table", action="store_true", help="write tables and figures of complete runs, do not train")
     return parser

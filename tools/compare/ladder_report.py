@@ -16,6 +16,7 @@ from tools.compare.results import Result, Row, ranked, rows_of
 from tools.compare.rungs import Ladder
 from tools.compare.scaling_fit import ScalingFit
 from tools.compare.spec import Comparison, Run
+from tools.compare.tuning import rates_table
 from tools.reporting.runs_page import Section, picture_html, table_html, write_page
 from tools.reporting.style import label_lines, log_axes, saved_figure, series_style
 from tools.reporting.tables import markdown_table
@@ -33,6 +34,7 @@ def write_ladder(
         *_largest(comparison, ladder, runs, results, rows),
         _predictions(comparison, ladder, runs, results),
         _constants(fits, problems, results),
+        rates_table(comparison),
     ]
     sections = [section for section in sections if section.rows or section.note]
     files = [comparison.folder / "ladder.html"]

@@ -8,6 +8,22 @@ from megatron_lite.config.schema import Config
 from models.config import ModelConfig
 
 
+class Tuning(BaseModel):
+    """Hold the section `ladder.tuning`: the learning rates that `--tune` tries at the first rung of some sizes.
+
+    Attributes:
+        sizes: other sizes take the factor of the next smaller one of these, or of the smallest.
+        models: the rate with the lowest mean loss of these models is that of all models.
+        factors: of `optimizer.lr` of each size.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sizes: tuple[str, ...] = Field(min_length=1)
+    models: tuple[str, ...] = Field(min_length=1)
+    factors: tuple[float, ...] = Field(min_length=2)
+
+
 class Ladder(BaseModel):
     """Hold the section `ladder` of a comparison's file.
 
@@ -20,6 +36,7 @@ class Ladder(BaseModel):
         max_passes: most passes over the training text in one run. Up to four passes are nearly as good as new text
             (Muennighoff et al., 2305.16264).
         max_overlap: share of a held-out document's 13-word n-grams that the training text may hold.
+        tuning: learning rates to try; None for those of `sizes`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -31,10 +48,13 @@ class Ladder(BaseModel):
     multiple: int = Field(default=8, ge=1)
     max_passes: float = Field(default=4, gt=0)
     max_overlap: float = Field(default=0.9, gt=0, le=1)
+    tuning: Tuning | None = None
 
     @model_validator(mode="after")
     def _same_sizes(self) -> Ladder:
-        for name, sizes in (("tokens_per_parameter", self.tokens_per_parameter), ("seeds", self.seeds)):
+        tuned = dict.fromkeys(() if self.tuning is None else self.tuning.sizes)
+        named = {"tokens_per_parameter": self.tokens_per_parameter, "seeds": self.seeds, "tuning.sizes": tuned}
+        for name, sizes in named.items():
             if unknown := sorted(sizes.keys() - self.parameters.keys()):
                 raise ValueError(f"ladder.{name} has the size {unknown[0]}; allowed are {', '.join(self.parameters)}")
         if missing := sorted(self.parameters.keys() - self.tokens_per_parameter.keys()):

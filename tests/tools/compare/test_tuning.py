@@ -1,0 +1,64 @@
+"""The learning rates of a ladder: tried at the smaller sizes, taken by all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.compare.test_ladder import laddered
+from tools.compare.results import Result
+from tools.compare.spec import plan_runs
+from tools.compare.tuning import tuning_comparison, with_tuned_rates, write_rates
+
+
+def test_tuned_rates_become_those_of_every_size(tmp_path: Path, monkeypatch) -> None:
+    """Try two factors at the smaller size; the best one scales the rate of both sizes."""
+    sizes = {"s": {"optimizer": {"lr": 1e-3}}, "m": {"model": {"hidden_size": 128}, "optimizer": {"lr": 5e-4}}}
+    tuning = {"sizes": ["s"], "models": ["metala"], "factors": [1, 2]}
+    monkeypatch.chdir(tmp_path)
+    planned = laddered(tuning=tuning).model_copy(update={"sizes": sizes})
+    runs = plan_runs(tuning_comparison(planned))
+    assert [run.name for run in runs] == ["metala-s_1lr-1x-seed1", "metala-s_2lr-1x-seed1"]
+    assert [run.config.optimizer.lr for run in runs] == [1e-3, 2e-3]
+    assert {run.folder.parent for run in runs} == {Path(f"runs/{planned.name}_tuning")}
+    assert (
+        len({run.config.model.mlp_width for run in (*runs, *plan_runs(planned, models=["metala"], sizes=["s"]))}) == 1
+    )
+    losses = {runs[0].name: 3.0, runs[1].name: 2.5}
+    results = {name: Result(run, [], {"loss": losses[name]}, 9, 1.0) for run in runs for name in [run.name]}
+    monkeypatch.setattr("tools.compare.tuning.read_results", lambda chosen: [results[run.name] for run in chosen])
+    assert write_rates(planned, runs, []) is None
+    assert with_tuned_rates(planned) == planned
+    table = write_rates(planned, runs, list(losses))
+    assert table is not None
+    assert [list(row) for row in table.rows] == [
+        ["s", "0.001", "3.0000", "3.0000", ""],
+        ["s", "0.002", "2.5000", "2.5000", "chosen"],
+    ]
+    assert table.note.endswith(
+        " m: 0.001, with the factor of s. The best rate of s is at the end of the grid: add factors to `ladder.tuning`."
+    )
+    tuned = plan_runs(with_tuned_rates(planned), models=["metala"], seeds=[1])
+    assert {run.size: run.config.optimizer.lr for run in tuned} == {"s-1x": 2e-3, "s-2x": 2e-3, "m-1x": 1e-3}
+    # A rate on the command line has precedence.
+    (given,) = plan_runs(
+        with_tuned_rates(planned), models=["metala"], sizes=["m"], seeds=[1], overrides=["optimizer.lr=0.3"]
+    )
+    assert given.config.optimizer.lr == 0.3
+
+
+@pytest.mark.parametrize(
+    ("tuning", "sizes", "message"),
+    [
+        (None, {}, "tiny has no section ladder.tuning; give its sizes, models and factors"),
+        ({"models": ["gla"]}, {}, "ladder.tuning.models has gla; allowed are metala, retnet"),
+        ({}, {"s": {}}, r"ladder.tuning scales sizes.s.optimizer.lr, which is missing"),
+        ({"sizes": ["l"]}, {}, r"ladder.tuning.sizes has the size l; allowed are s, m"),
+    ],
+)
+def test_tuning_that_cannot_be_is_refused(tuning: Any, sizes: dict[str, Any], message: str) -> None:
+    section = None if tuning is None else {"sizes": ["s"], "models": ["metala"], "factors": [1, 2], **tuning}
+    with pytest.raises(ValueError, match=message):
+        tuning_comparison(laddered(tuning=section).model_copy(update={"sizes": sizes} if sizes else {}))

@@ -1,0 +1,156 @@
+"""Tune the learning rate of a ladder's sizes: a small comparison of rates, whose result the ladder's recipes take."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from data.atomic_io import read_json, write_text
+from tools.compare.results import read_results
+from tools.compare.rungs import Ladder, Tuning
+from tools.compare.spec import Comparison, Run
+from tools.reporting.runs_page import Section
+
+FILE = "learning_rates.json"
+_REMEDY = "remove it; --tune writes it again"
+
+
+def tuning_comparison(comparison: Comparison) -> Comparison:
+    """Return the comparison of the rates in `ladder.tuning`: its sizes are a size and a factor, such as 600k_2lr.
+
+    Raises ValueError without the section, for an unknown model, and for a size without its own rate.
+    """
+    ladder, tuning = _sections(comparison)
+    if unknown := sorted(set(tuning.models) - comparison.models.keys()):
+        raise ValueError(f"ladder.tuning.models has {unknown[0]}; allowed are {', '.join(comparison.models)}")
+    names = {(size, factor): f"{size}_{factor:g}lr" for size in tuning.sizes for factor in tuning.factors}
+    update = {
+        "parameters": {name: ladder.parameters[size] for (size, _), name in names.items()},
+        "tokens_per_parameter": {name: ladder.tokens_per_parameter[size][:1] for (size, _), name in names.items()},
+        "seeds": {},
+        "tuning": None,
+    }
+    return comparison.model_copy(
+        update={
+            "name": f"{comparison.name}_tuning",
+            "title": f"{comparison.title}: learning rates",
+            "sizes": {name: _scaled(comparison, size, factor) for (size, factor), name in names.items()},
+            "seeds": comparison.seeds[:1],
+            "models": {name: comparison.models[name] for name in tuning.models},
+            "ladder": ladder.model_copy(update=update),
+        }
+    )
+
+
+def write_rates(comparison: Comparison, runs: Sequence[Run], failed: Collection[str]) -> Section | None:
+    """Write the best factor of every size once all runs are complete or failed. Return the table, or None before that.
+
+    comparison: the ladder. runs: those of `tuning_comparison`.
+    """
+    if not all(run.complete or run.name in failed for run in runs):
+        return None
+    path = comparison.folder / FILE
+    losses: dict[str, dict[str, dict[str, float | None]]] = {}
+    if path.is_file():
+        losses = read_json(path, _REMEDY, "losses")["losses"]
+    for size in {run.size.rpartition("_")[0] for run in runs}:
+        losses[size] = {}
+    for run in runs:
+        size, factor = run.size.rpartition("-")[0].removesuffix("lr").rsplit("_", 1)
+        losses[size].setdefault(factor, {})[run.model] = None
+        for result in read_results([run]):
+            losses[size][factor][run.model] = result.final and result.final["loss"]
+    best = {size: min(of_size, key=lambda factor: _mean(of_size[factor])) for size, of_size in losses.items()}
+    for size, factor in best.items():
+        if not math.isfinite(_mean(losses[size][factor])):
+            raise ValueError(
+                f"ladder.tuning: in the size {size} a run of every factor diverged; lower ladder.tuning.factors"
+            )
+    content = {"factors": {size: float(factor) for size, factor in best.items()}, "losses": losses}
+    write_text(path, json.dumps(content, indent=1) + "\n")
+    return rates_table(with_tuned_rates(comparison))
+
+
+def with_tuned_rates(comparison: Comparison) -> Comparison:
+    """Return the comparison with the learning rates that `write_rates` found; unchanged before that."""
+    path = comparison.folder / FILE
+    if comparison.ladder is None or comparison.ladder.tuning is None or not path.is_file():
+        return comparison
+    sizes = {
+        size: _scaled(comparison, size, _factor(comparison, size)[0]) if size in comparison.ladder.parameters else tree
+        for size, tree in comparison.sizes.items()
+    }
+    return comparison.model_copy(update={"sizes": sizes})
+
+
+def rates_table(comparison: Comparison) -> Section:
+    """Return the losses of every rate; without rows before `write_rates`. comparison: a ladder, from `with_tuned_rates`."""
+    path = comparison.folder / FILE
+    if not path.is_file():
+        return Section(
+            "Learning rates", [], [], "Those of `sizes` in the file, not tuned. `--tune` tries others first."
+        )
+    ladder, tuning = _sections(comparison)
+    saved = read_json(path, _REMEDY, "factors", "losses")
+    rows, edges = [], []
+    for size, of_size in saved["losses"].items():
+        chosen = saved["factors"][size]
+        edges += [size] if chosen in (min(tuning.factors), max(tuning.factors)) else []
+        for factor, losses in of_size.items():
+            mark = "chosen" if float(factor) == chosen else ""
+            cells = ["-" if loss is None else f"{loss:.4f}" for loss in losses.values()]
+            rate = _rate(comparison, size) / chosen * float(factor)
+            rows.append([size, f"{rate:.3g}", _shown(_mean(losses)), *cells, mark])
+    models = next(iter(next(iter(saved["losses"].values())).values()))
+    labels = [comparison.models[model].label or model for model in models]
+    note = "Every model has the rate with the lowest mean loss of these, at the fewest tokens per parameter."
+    others = {size: _factor(comparison, size)[1] for size in ladder.parameters if size not in saved["factors"]}
+    for size, source in others.items():
+        note += f" {size}: {_rate(comparison, size):.3g}, with the factor of {source}."
+    if edges:
+        note += f" The best rate of {', '.join(edges)} is at the end of the grid: add factors to `ladder.tuning`."
+    return Section("Learning rates", ["size", "learning rate", "mean loss", *labels, ""], rows, note)
+
+
+def _sections(comparison: Comparison) -> tuple[Ladder, Tuning]:
+    ladder = comparison.ladder
+    if ladder is None or ladder.tuning is None:
+        raise ValueError(
+            f"--tune: {comparison.name} has no section ladder.tuning; give its sizes, models and factors "
+            "(docs/guide/comparing.md)"
+        )
+    return ladder, ladder.tuning
+
+
+def _factor(comparison: Comparison, size: str) -> tuple[float, str]:
+    """Return the factor of a size, and the tuned size that it is from."""
+    ladder, _ = _sections(comparison)
+    factors = read_json(comparison.folder / FILE, _REMEDY, "factors")["factors"]
+    ordered = sorted(factors, key=lambda name: ladder.parameters[name])
+    source = [name for name in ordered if ladder.parameters[name] <= ladder.parameters[size]][-1:] or ordered[:1]
+    return factors[source[0]], source[0]
+
+
+def _rate(comparison: Comparison, size: str) -> float:
+    rate = comparison.sizes[size].get("optimizer", {}).get("lr")
+    if rate is None:
+        raise ValueError(f"ladder.tuning scales sizes.{size}.optimizer.lr, which is missing: give a rate")
+    return float(rate)
+
+
+def _scaled(comparison: Comparison, size: str, factor: float) -> dict[str, Any]:
+    """Return the keys of a size with its rate times a factor."""
+    tree = comparison.sizes[size]
+    return {**tree, "optimizer": {**tree.get("optimizer", {}), "lr": float(f"{factor * _rate(comparison, size):.4g}")}}
+
+
+def _mean(losses: dict[str, float | None]) -> float:
+    values = [math.inf if loss is None or not math.isfinite(loss) else loss for loss in losses.values()]
+    return statistics.mean(values)
+
+
+def _shown(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "-"
