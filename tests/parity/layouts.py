@@ -56,6 +56,13 @@ MODELS: dict[str, dict[str, Any]] = {
             "kda": {"allow_negative_eigenvalues": True},
         },
     },
+    "grouped_hybrid": {
+        "mixers": ("gated_delta_net", "attention", "metala", "attention"),
+        "mixer_options": {
+            "gated_delta_net": {"head_dim": 16},
+            "attention": {"num_kv_heads": 2, "window": 7, "full_layers": (1,), "nope_layers": (3,)},
+        },
+    },
     "hybrid": {
         "mixers": ("metala", "lion", "attention"),
         "mixer_options": {
@@ -265,6 +272,11 @@ DELTA_RULE = (
     *("context4", "context2_tensor2_sequence", "context2_pipeline2", "data2_tensor2_zero3"),
 )
 DELTA_RULE_PACKED = ("tensor2", "context2", "context4")
+# Softmax attention whose keys and values are gathered: without a window, with grouped queries. True: packed.
+GROUPED = (
+    *(("context2_recompute", True), ("context2_tensor2_sequence", False), ("context2_data2_zero2", False)),
+    *(("context4", True), ("context2_pipeline2", True)),
+)
 FP8 = {
     2: ("tensor2_overlap", "tensor2_sequence_selective", "pipeline2_recompute", "context2"),
     4: ("context2_tensor2_sequence", "data4"),
@@ -293,7 +305,7 @@ def cases(processes: int) -> list[LayoutCase]:
         LayoutCase(model, name, layout, {} if model == "hybrid" or "pipeline" in layout else SHORT)
         for name, layout in EVERY[processes].items()
         for model in MODELS
-        if model not in ("encoder", "delta_rule", "decay_per_channel", *IMAGES)
+        if model not in ("encoder", "delta_rule", "decay_per_channel", "grouped_hybrid", *IMAGES)
     ]
     selected += [LayoutCase("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
     layouts = EVERY[processes] | HYBRID[processes] | CONTEXT[processes]
@@ -330,11 +342,12 @@ def cases(processes: int) -> list[LayoutCase]:
         for name in ("tensor2", "data2_tensor2")
         if name in layouts
     ]
-    hybrid = ("context2",) if processes == 2 else ("context4", "context2_tensor2_sequence")
+    if processes == 2:
+        selected += [LayoutCase("hybrid", "context2", layouts["context2"], packed=packed) for packed in (False, True)]
     selected += [
-        LayoutCase("hybrid", name, CONTEXT[processes][name], packed=packed)
-        for name in hybrid
-        for packed in (False, True)
+        LayoutCase("grouped_hybrid", name, layouts[name], packed=packed)
+        for name, packed in GROUPED
+        if name in layouts
     ]
     selected += [LayoutCase("hybrid", name, layouts[name], fp8="rowwise") for name in FP8[processes]]
     if processes == 2:

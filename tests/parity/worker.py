@@ -103,6 +103,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
     grid = grid_of(case.parallel)
     # Fewer micro-batches where each one costs collectives in every layer.
     pairs = grid.data_size * grid.pipe_size == 1 and not case.packed
+    other = grid.pipe_size > 1 and not case.packed
     engine = engine_of(
         case.config,
         case.parallel,
@@ -120,8 +121,8 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         result = engine.train_step(own(step, grid), lr=rate(index))
         history.append((result.loss, result.gradient_norm))
         accuracies.append(result.accuracy)
-        if index == 1:  # between training steps, of another number of micro-batches; stages expect another size then
-            evaluated = list(engine.evaluate(own(layouts.in_pairs(step) if grid.pipe_size > 1 else step, grid)))
+        if index == 1:  # between training steps; unless packed, stages then expect another size
+            evaluated = list(engine.evaluate(own(layouts.in_pairs(step) if other else step, grid)))
     engine.close()
     return {"history": history, "accuracies": accuracies, "evaluated": evaluated}
 
