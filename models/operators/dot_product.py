@@ -22,21 +22,25 @@ def dot_product(
     window: with is_causal, a query reads its own key and window - 1 earlier ones; None for all earlier ones.
     """
     queries, keys = q.shape[2], k.shape[2]
-    if is_causal and window is not None and window < keys:
-        if takes_flash(q):
-            row = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-            bounds = (row * queries, queries), (row * keys, keys)
-            o = packed_flash_attention(q, k, v, *bounds, is_causal=True, window=window)
-            return o.unflatten(0, (-1, queries)).transpose(1, 2)
-        key = torch.arange(keys, device=q.device)
-        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - key
-        allowed, is_causal = (distance >= 0) & (distance < window), False
-    elif is_causal and queries != keys:
+    if not is_causal or (window is not None and window >= keys):
+        window = None
+    if window is not None and takes_flash(q):
+        row = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        bounds = (row * queries, queries), (row * keys, keys)
+        o = packed_flash_attention(q, k, v, *bounds, is_causal=True, window=window)
+        return o.unflatten(0, (-1, queries)).transpose(1, 2)
+    if is_causal and window is None and queries != keys and q.is_cuda:
         # Imported here, because it imports the compiler, which takes as long as importing torch.
         from torch.nn.attention.bias import causal_lower_right
 
         allowed, is_causal = causal_lower_right(queries, keys), False
+    elif is_causal and (window is not None or queries != keys):
+        key = torch.arange(keys, device=q.device)
+        distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - key
+        allowed, is_causal = distance >= 0, False
+        if window is not None:
+            allowed &= distance < window
     if q.is_cuda and keys != queries:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -39,6 +39,9 @@ def test_memory_is_that_of_the_planner(arguments, monkeypatch, capsys):
     assert split["optimizer"] == pytest.approx(memory["optimizer"] / 2, rel=0.01)
     out, _ = printed("run.device=cpu", "precision.dtype=fp32")
     assert "a process on a CPU, fp32, ZeRO 1 over 2" in out
+    hybrid = ["run.device=cpu", "parallel.context=2", "model.num_layers=4", "model.mixers=[metala, attention]"]
+    out, _ = printed(*hybrid)
+    assert "context 2 on a CPU" in out
 
 
 def test_projections_in_fp8_are_named(arguments, capsys):

@@ -345,9 +345,7 @@ def cases(processes: int) -> list[LayoutCase]:
     if processes == 2:
         selected += [LayoutCase("hybrid", "context2", layouts["context2"], packed=packed) for packed in (False, True)]
     selected += [
-        LayoutCase("grouped_hybrid", name, layouts[name], packed=packed)
-        for name, packed in GROUPED
-        if name in layouts
+        LayoutCase("grouped_hybrid", name, layouts[name], packed=packed) for name, packed in GROUPED if name in layouts
     ]
     selected += [LayoutCase("hybrid", name, layouts[name], fp8="rowwise") for name in FP8[processes]]
     if processes == 2:

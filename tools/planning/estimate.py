@@ -16,9 +16,6 @@ if TYPE_CHECKING:  # torch is imported on use, so that --help is fast
     from models.config import ModelConfig
 
 
-_SHARD = 64  # tokens of the local shard on which `gathered_elements` counts
-
-
 def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
     """Return the configuration for `gpus` processes. With both batch sizes given, accumulation follows from the layout."""
     from megatron_lite.config.loader import ConfigError, load_config
@@ -172,7 +169,7 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
     from models.language_model import count_parameters
 
     model, batch = config.model, config.batch
-    states, tokens = gathered_elements(model)
+    states, tokens = gathered_elements(model, batch.sequence_length // 2)
     matrices = muon_blocks(model, config.optimizer.muon.per_head) if config.optimizer.name == "muon" else []
     return Workload(
         parameters=count_parameters(model),
@@ -205,34 +202,36 @@ def muon_blocks(model: ModelConfig, per_head: bool) -> list[tuple[int, int]]:
     return shapes
 
 
-def gathered_elements(model: ModelConfig) -> tuple[float, float]:
+def gathered_elements(model: ModelConfig, length: int) -> tuple[float, float]:
     """Return the elements that a block gathers under context parallelism, as means over the blocks.
 
     The first are float32 per sample (states and decays), the second 16 bits per token (softmax attention). One mixer of each kind
-    runs on the device "meta" on a local shard.
+    runs on the device "meta" on a local shard of this length.
     """
     import torch
 
     from models.mixers import MIXERS
     from models.operators.context_parallel import context_parallel
+    from tools.planning.layer_memory import mixer_kind
     from tools.planning.meta_device import kernels_of_cuda
 
     counters: dict[str, _Counter] = {}
-    names = [model.mixer_of(index) for index in range(model.num_layers)]
+    kinds = [mixer_kind(model, index) for index in range(model.num_layers)]
     with kernels_of_cuda(), torch.no_grad():
-        for index, name in enumerate(names):
-            if name in counters:
+        for index, kind in enumerate(kinds):
+            if kind in counters:
                 continue
-            counters[name] = _Counter()
+            counters[kind] = _Counter()
+            name = model.mixer_of(index)
             if getattr(MIXERS[name], "supports_context_parallel", False):
                 with torch.device("meta"):
                     mixer = MIXERS[name](model, index, model.options_of(name))
                 mixer.to("meta", torch.bfloat16)  # buffers may be created on another device
-                with context_parallel(counters[name]):
-                    mixer(torch.zeros(1, _SHARD, model.hidden_size, dtype=torch.bfloat16, device="meta"))
+                with context_parallel(counters[kind]):
+                    mixer(torch.zeros(1, length, model.hidden_size, dtype=torch.bfloat16, device="meta"))
     return (
-        sum(counters[name].states for name in names) / len(names),
-        sum(counters[name].tokens for name in names) / _SHARD / len(names),
+        sum(counters[kind].states for kind in kinds) / len(kinds),
+        sum(counters[kind].tokens for kind in kinds) / length / len(kinds),
     )
 
 
@@ -247,7 +246,7 @@ class _Counter:
     def gather(self, x: Tensor) -> Tensor:
         if x.is_floating_point() and x.itemsize > 2:
             self.states += x.numel()
-        elif x.is_floating_point() and x.dim() == 4 and x.shape[1] == _SHARD:
+        elif x.is_floating_point() and x.dim() == 4:  # [batch, length, heads, channels] of attention
             self.tokens += x.numel()
         return x.new_zeros(self.count, *x.shape)
 

@@ -65,7 +65,7 @@ def layer_costs(
     with kernels_of_cuda() if device == "meta" else contextlib.nullcontext():
         for index, spec in enumerate(specs):
             block = 0 < index < len(specs) - 1
-            kind = f"{model.mixer_of(index - 1)} {mode_of(index, len(specs), parallel)}" if block else spec.name
+            kind = f"{mixer_kind(model, index - 1)} {mode_of(index, len(specs), parallel)}" if block else spec.name
             # The values of the first layer of a value residual, of this rank's heads and all tokens.
             values = (
                 model.hidden_size * length // (layout.tensor * residual_length) if model.reads_values(index - 1) else 0
@@ -89,6 +89,15 @@ def layer_costs(
                 known[kind] = layer_cost(layer, call, x, parameters=parameters, matrices=matrices, **extra)
             costs.append(known[kind])
     return costs
+
+
+def mixer_kind(model: ModelConfig, layer_index: int) -> str:
+    """Return a name that blocks with equal mixers share: the mixer, and its options that list this block."""
+    name = model.mixer_of(layer_index)
+    options = vars(model.options_of(name))
+    return " ".join(
+        [name, *(key for key, value in options.items() if isinstance(value, tuple) and layer_index in value)]
+    )
 
 
 def _on_rank(ranks: ContextParallelGroup | None, layer: Callable[..., Tensor], x: Tensor, **context: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def test_gathered_numbers_are_the_state_of_the_mixer(name: str, options: dict[st
         vocab_size=64, num_layers=2, hidden_size=256, num_heads=4, mixers=(name, "attention"),
         mixer_options={name: options} if options else {},
     )  # fmt: skip
-    elements, tokens = gathered_elements(model)
+    elements, tokens = gathered_elements(model, 64)
     assert tokens == 4 * 256 / (1 if name == "attention" else 2), "queries, keys, values and outputs"
     if name == "attention":
         assert elements == 0
@@ -127,6 +127,18 @@ def test_matmuls_in_fp8_take_their_measured_share_of_the_time():
     assert workload(read_config(words, 1), layer_flops(config), "bf16").fp8_flops_per_token == 0
     alone = step_seconds(work(fp8_flops_per_token=5e9), Layout(), 1, 4e14, Links())
     assert alone["compute"] == pytest.approx((1e9 + FP8_TIME * 5e9) * 512 * 2048 / 4e14)
+
+
+def test_window_exchanges_its_keys_and_values_only():
+    sizes = {"vocab_size": 64, "num_layers": 4, "hidden_size": 64, "num_heads": 4, "mixers": ("metala", "attention")}
+
+    def gathered(length: int, **options: object) -> float:
+        return gathered_elements(ModelConfig(**sizes, mixer_options={"attention": options}), length)[1]  # type: ignore[arg-type]
+
+    per_token = 4 * 64 / 2
+    assert gathered(512) == per_token, "queries, keys, values and outputs, in every second block"
+    assert gathered(512, window=129) == per_token / 2 * 128 / 512
+    assert gathered(512, window=129, full_layers=(3,)) == (gathered(512) + gathered(512, window=129)) / 2
 
 
 def test_decoding_cache_of_a_hybrid_counts_states_windows_and_all_keys():

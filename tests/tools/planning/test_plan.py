@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,10 +130,20 @@ def test_optimizer_state_bytes_are_exact(state, bytes_per_parameter, ema):
 
 
 def costs(
-    mode: str = "none", mixers: tuple[str, ...] = ("metala",), fp8: Fp8Config | None = None, **sizes: object
+    mode: str = "none",
+    mixers: tuple[str, ...] = ("metala",),
+    fp8: Fp8Config | None = None,
+    options: dict[str, Any] | None = None,
+    **sizes: object,
 ) -> list[LayerCost]:
     config = ModelConfig(
-        vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8, mixers=mixers, tie_embeddings=False
+        vocab_size=1024,
+        num_layers=4,
+        hidden_size=256,
+        num_heads=8,
+        mixers=mixers,
+        mixer_options=options or {},
+        tie_embeddings=False,
     )
     return layer_costs(
         config,
@@ -166,6 +177,10 @@ def test_layer_costs_by_layout_and_checkpointing_mode():
     assert costs(mixers=("attention",))[1].saved < 30 * tokens
     for name in ("lion", "mamba2", "hgrn2", "retnet"):
         assert costs(mixers=(name,))[1].saved > tokens
+    windowed, full = costs(mixers=("attention",), options={"attention": {"window": 9, "full_layers": (1,)}}, context=2)[
+        1:3
+    ]
+    assert windowed.saved < full.saved, "a window reads the end of the previous shard, a full layer all shards"
 
 
 # Largest GiB per process, torch.cuda.max_memory_allocated over all steps of `tools.benchmark layouts`: MetaLA 1.4B, bf16,
