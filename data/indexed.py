@@ -381,7 +381,11 @@ def _missing(prefix: Path, path: Path) -> str:
         return f"{path} does not exist. Name the token files without extension: {prefix.with_suffix('')}"
     present = sorted({str(p.with_suffix("")) for p in prefix.parent.glob("*.idx")}) if prefix.parent.is_dir() else []
     similar = difflib.get_close_matches(str(prefix), present, n=3, cutoff=0.4) or present[:3]
-    hint = f" Beside it: {', '.join(similar)}." if similar else f" {prefix.parent} holds no token files."
+    hint = (
+        f" Beside it: {', '.join(similar)}."
+        if similar
+        else f" The folder {prefix.parent.absolute()} holds no token files."
+    )
     return (
         f"{path} does not exist.{hint} A prefix names a .bin and an .idx file without extension. Write them with python"
         " -m tools.preprocess_data; for a small sample use make data-pile-sample, data-c4-sample or data-text-sample"

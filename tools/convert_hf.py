@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.cli.arguments import FAILED, above_zero, command, command_line
+from tools.cli.help_text import HelpFormatter
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.conversion.export_hf import Export
@@ -187,6 +188,8 @@ def _parser() -> argparse.ArgumentParser:
         "export",
         help="export a checkpoint to a Hugging Face folder",
         description="Write a folder that AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) loads.",
+        epilog="example:\n  python -m tools.convert_hf export runs/default exported/ --dtype bf16",
+        formatter_class=HelpFormatter,
     )
     export.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
     export.add_argument("folder", type=Path, help="the folder to write")
@@ -222,6 +225,8 @@ def _parser() -> argparse.ArgumentParser:
         "import",
         help="import a Hugging Face folder as a run for further training",
         description="Write a run with a checkpoint, the tokenizer and a config.yml for train.py. Weights: safetensors.",
+        epilog="example:\n  python -m tools.convert_hf import exported/ runs/again",
+        formatter_class=HelpFormatter,
     )
     imported.add_argument(
         "folder",
@@ -245,7 +250,9 @@ def _parser() -> argparse.ArgumentParser:
     verified = commands.add_parser(
         "verify",
         help="compare the files of a run's checkpoints or of an export with their hashes",
-        description="Read every file and compare its SHA-256. Exit status 1 names the damaged ones.",
+        description="Read every file and compare its SHA-256. Exit status 1: a file is damaged, and named.",
+        epilog="example:\n  python -m tools.convert_hf verify runs/default",
+        formatter_class=HelpFormatter,
     )
     verified.add_argument("folder", type=Path, help="a run, a checkpoints folder, a step folder or an export")
     return parser

@@ -85,7 +85,10 @@ def compare(
     located = locate_checkpoint(run, device=device, dtype="fp32")
     trained, positions = located.model.image_size, located.model.max_positions
     if "lion" not in located.model.bidirectional_mixers():
-        raise ValueError(f"{run} has no bidirectional lion mixers: model.mixers = {list(located.model.mixers)}")
+        raise ValueError(
+            f"{run} has no bidirectional lion mixers: model.mixers = {list(located.model.mixers)}; "
+            "name a run of `lion` with causal: false"
+        )
     if lengths is None:
         lengths = [128, 256, 512, 1024, 2048, 4096] if trained is None else [n * trained for n in (1, 2, 3, 4)]
     lengths = sorted(set(lengths))

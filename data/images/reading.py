@@ -22,7 +22,7 @@ IMAGE_KEYS = ("image", "img")
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """The files that a configuration names: Parquet files, or one folder with one folder of images per class."""
+    """Hold the files that a configuration names: Parquet files, or one folder with one folder of images per class."""
 
     key: str
     parquet: tuple[Path, ...] = ()
@@ -83,7 +83,7 @@ def find_images(given: str | Sequence[str], key: str) -> ImageFiles:
 
 
 class LabelledImages:
-    """Images and labels by row. The rows are memory-mapped from a cache, which is written at the first start.
+    """Hold images and labels by row. The rows are memory-mapped from a cache, which is written at the first start.
 
     Attributes:
         labels: int64 [rows].
@@ -173,7 +173,7 @@ class LabelledImages:
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(
-                f"{self._name_of(row)}: label {values[row]} of {len(wrong):,} such rows; whole numbers from 0 to "
+                f"{self._name_of(row)}: label {values[row]} is not allowed (rows with such labels: {len(wrong):,}); whole numbers from 0 to "
                 f"{num_classes - 1} are allowed"
             )
         return values.astype(np.int64)

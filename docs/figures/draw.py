@@ -100,11 +100,11 @@ def kernels(out: Path) -> None:
         {
             "method": name,
             "length": int(row["length x batch"].split()[0]),
-            "ms": number(row[f"{key} graph"]),
+            "ms": number(row[f"{key} replayed"]),
             "GiB": number(row[f"{key} GiB"]),
         }
         for key, name in names.items()
-        for row in table("kernels.md", "SDPA graph")
+        for row in table("kernels.md", "SDPA replayed")
     ]
     panels = {"ms": "milliseconds, forward and backward", "GiB": "GiB"}
     plot_lines(out, rows, panels, f"Bidirectional attention, 16 heads of 64 channels, {H200}")

@@ -227,6 +227,8 @@ def _quotes_hint(value: Any, key: Key) -> str:
         return f"; in quotes it is text: '{_shown(value)}'"
     if isinstance(value, str) and "number" in key.allowed and re.fullmatch(r"[-+.\deE]+", value):
         return "; without quotes it is a number"
+    if isinstance(value, str) and key.allowed == "list of: text":
+        return f"; in brackets it is a list: [{value}]"
     return ""
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from importlib import import_module
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -60,8 +61,21 @@ def test_help_answers_at_once(command):
     text, _, imported = help_of(*command.split()).rpartition("IMPORTED ")
     assert len(text) > 100
     assert imported.strip() == "[]"
-    # Exclusive options in the usage and quoted arguments stay whole.
-    assert [line for line in text.splitlines() if len(line) > 80 and line.strip()[0] not in "['"] == []
+    # Quoted arguments stay whole.
+    assert [line for line in text.splitlines() if len(line) > 80 and line.strip()[0] != "'"] == []
+
+
+@pytest.mark.parametrize("words", ["convert_hf export", "convert_hf import", "convert_hf verify", "benchmark train"])
+def test_help_of_a_subcommand_fits_the_terminal_and_has_an_example(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    program, *subcommand = words.split()
+    folder = f"tools.{program}"
+    module = import_module(f"{folder}.__main__" if (ROOT / "tools" / program).is_dir() else folder)
+    with pytest.raises(SystemExit, match="0"):
+        module.main([*subcommand, "--help"])
+    text = capsys.readouterr().out
+    assert f"example:\n  python -m {folder} {words.split()[1]}" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_table_of_jobs_holds_every_command_and_the_console_command_lists_it(capsys):

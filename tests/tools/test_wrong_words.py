@@ -144,7 +144,7 @@ CASES = {
     ],
     "tools.masked_forms": [
         ("NONE", "does not exist"),
-        ("RUN", "has no bidirectional lion mixers"),
+        ("RUN", "has no bidirectional lion mixers: .*; name a run of `lion`"),
         ("RUN --batch 0", "--batch: 0: a whole number, 1 or more"),
     ],
     "tools.neox_config": [

@@ -1,16 +1,5 @@
 """Measure time and peak memory on this machine, next to other libraries in the same run: a table, a CSV file and a plot.
 
-python -m tools.benchmark kernels     # LION's kernels and MetaLA's epilogue, softmax attention, PyTorch and FLA; CUDA
-python -m tools.benchmark choice      # LION's two kernels by length and decay, from which "auto" was derived; CUDA
-python -m tools.benchmark mixers      # every mixer at one model shape, forward and backward; CUDA or CPU
-python -m tools.benchmark layouts --gpus 4   # one model by data, tensor, pipeline and context parallelism; CUDA
-python -m tools.benchmark train       # training steps, with flash-linear-attention's models and Llama; CUDA or CPU
-python -m tools.benchmark profile     # the time of a training step by part and by kernel; CUDA or CPU
-python -m tools.benchmark decode      # tokens per second by context, with Hugging Face's Llama and its cache; CUDA or CPU
-python -m tools.benchmark masked      # training steps of LION's masked models and BERT's, by length; CUDA or CPU
-python -m tools.benchmark images      # training steps of LION's image classifiers and ViT's; CUDA or CPU
-python -m tools.benchmark mixers --hidden 64 --heads 4 --length 128 --batch 2      # a small shape: one minute on a CPU
-
 Values are medians with random inputs, on CUDA in bfloat16. For kernels there are three times:
   replayed  as a CUDA graph: the time of the device
   queued    called repeatedly, as in training: the larger time of host and device
@@ -27,35 +16,72 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.cli.arguments import above_zero, command, command_line, from_zero, positive
+from tools.cli.help_text import HelpFormatter
 
 if TYPE_CHECKING:
     from .training import Plan
 
 _LOADER_SECONDS = 5.0
+_CONFIG = "the model (%(default)s)"
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status."""
-    parser = command_line("python -m tools.benchmark", __doc__)
+    parser = command_line(
+        "python -m tools.benchmark",
+        __doc__,
+        "example:\n  python -m tools.benchmark mixers --hidden 64 --heads 4 --length 128 --batch 2    one minute on a CPU\n\n"
+        "COMMAND --help describes a command and gives an example.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in (
-        ("kernels", "compare LION and MetaLA's epilogue with softmax attention, PyTorch and flash-linear-attention"),
-        ("choice", "compare LION's tile and chunk kernel by length and decay"),
-        ("mixers", "compare all mixers at one model shape"),
-        ("layouts", "compare the training speed of one model in each kind of parallelism with one GPU"),
-        ("train", "compare training steps with flash-linear-attention's GLA, HGRN2, RetNet and Hugging Face's Llama"),
-        ("profile", "measure the time of a training step by part and by kernel"),
-        ("masked", "compare training steps of LION's masked models with softmax BERT's, in BERT's shapes"),
-        ("images", "compare training steps of LION's image classifiers with ViT's, or measure the data loader"),
-        ("decode", "compare decoding speed and memory by context with Hugging Face's Llama of the same shape"),
+    for name, text, example in (
+        (
+            "kernels",
+            "compare LION and MetaLA's epilogue with softmax attention, PyTorch and flash-linear-attention",
+            "",
+        ),
+        ("choice", "compare LION's tile and chunk kernel by length and decay", ""),
+        ("mixers", "compare all mixers at one model shape", "--hidden 64 --heads 4 --length 128 --batch 2"),
+        ("layouts", "compare the training speed of one model in each kind of parallelism with one GPU", "--gpus 4"),
+        (
+            "train",
+            "compare training steps with flash-linear-attention's GLA, HGRN2, RetNet and Hugging Face's Llama",
+            "--subjects metalion llama --shapes 2048x8",
+        ),
+        (
+            "profile",
+            "measure the time of a training step by part and by kernel",
+            "--config configs/default.yml --shape 512x4",
+        ),
+        (
+            "masked",
+            "compare training steps of LION's masked models with softmax BERT's, in BERT's shapes",
+            "--shapes 128x32 --steps 6",
+        ),
+        (
+            "images",
+            "compare training steps of LION's image classifiers with ViT's, or measure the data loader",
+            "--shapes 224x256",
+        ),
+        (
+            "decode",
+            "compare decoding speed and memory by context with Hugging Face's Llama of the same shape",
+            "--contexts 8192 --batch 64",
+        ),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=f"example:\n  python -m tools.benchmark {name} {example}".rstrip(),
+            formatter_class=HelpFormatter,
+        )
         command.add_argument(
             "--output", type=Path, default=Path("runs/benchmark"), help="folder for CSV files and plots (%(default)s)"
         )
         if name == "layouts":
-            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
+            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help=_CONFIG)
             command.add_argument(
                 "--gpus", type=positive, default=4, help="most GPUs; 2, 4, ... are measured (%(default)s)"
             )
@@ -72,9 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "train":
             _train_arguments(command)
         if name == "profile":
-            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
+            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help=_CONFIG)
             command.add_argument(
-                "--shape", default="2048x8", metavar="LENGTHxBATCH", help="of images PIXELSxBATCH (%(default)s)"
+                "--shape",
+                default="2048x8",
+                metavar="LENGTHxBATCH",
+                help="shape of a batch; of images PIXELSxBATCH (%(default)s)",
             )
             command.add_argument("override", nargs="*", metavar="key=value", help="override configuration keys")
             command.add_argument("--steps", type=positive, default=3, help="profiled steps (%(default)s)")
@@ -89,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             command.add_argument("--size", default=size, help=f"{sizes} (%(default)s)")
             command.add_argument(
-                "--shapes", nargs="+", default=default, metavar=shapes, help=f"(default: {' '.join(default)})"
+                "--shapes",
+                nargs="+",
+                default=default,
+                metavar=shapes,
+                help=f"shapes to measure (default: {' '.join(default)})",
             )
             command.add_argument("--steps", type=positive, default=20, help="timed steps per round (%(default)s)")
             command.add_argument(
@@ -111,8 +144,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 help="measure instead the decoding and augmentation of ImageNet by numbers of threads, without a model",
             )
         if name == "decode":
-            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
-            command.add_argument("--contexts", type=positive, nargs="+", default=[128, 8192], help="tokens (128 8192)")
+            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help=_CONFIG)
+            command.add_argument(
+                "--contexts",
+                type=positive,
+                nargs="+",
+                default=[128, 8192],
+                help="tokens before the decoded ones (128 8192)",
+            )
             command.add_argument("--batch", type=positive, default=64, help="sequences per batch (%(default)s)")
             command.add_argument("--steps", type=positive, default=100, help="timed steps (%(default)s)")
             command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
@@ -189,7 +228,10 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
         help="the project's model, whose size the other models get (%(default)s)",
     )
     command.add_argument(
-        "--shapes", nargs="+", metavar="LENGTHxBATCH", help="(default: 2048x8 16384x1, or the shapes from --lengths)"
+        "--shapes",
+        nargs="+",
+        metavar="LENGTHxBATCH",
+        help="shapes to measure (default: 2048x8 16384x1, or the shapes from --lengths)",
     )
     command.add_argument(
         "--lengths",
@@ -226,7 +268,7 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--peak", type=above_zero, metavar="TFLOPS", help="peak for MFU (default: measured with a matmul)"
     )
-    command.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="(%(default)s)")
+    command.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="device (%(default)s)")
     command.add_argument(
         "--resume", action="store_true", help="continue after the last line of train.jsonl in --output"
     )

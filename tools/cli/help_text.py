@@ -6,6 +6,7 @@ import argparse
 import re
 import textwrap
 from itertools import groupby
+from typing import Any
 
 PROGRAMS = ("python ", "torchrun ", "metalion ")
 # An option with its value, or a word. Quoted text stays whole, because a break inside would change it.
@@ -15,6 +16,10 @@ _COMMAND_PART = re.compile(rf"--\S+ (?!-){_WORD}|{_WORD}")
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Format --help: description and epilog keep their line breaks where the terminal is wide enough."""
+
+    def _format_usage(self, *parts: Any) -> str:
+        usage = super()._format_usage(*parts)
+        return usage if _fits(usage, self._width) else re.sub(r"(?m)^ +", " " * 4, usage)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return fit_text(text, width)

@@ -20,7 +20,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         near = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else "there is no such folder"
-        raise FileNotFoundError(f"{folder} is no Hugging Face folder: config.json is missing ({near})")
+        raise FileNotFoundError(
+            f"{folder} is no Hugging Face folder: config.json is missing ({near}). "
+            "Name a folder with config.json and safetensors files"
+        )
     return read_json(path, "it must name the model_type that its weights are of", "model_type")
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data.corpus.discovery import check_hub
+
 Row = dict[str, Any]
 HUB = "nyu-mll/glue"
 
@@ -77,12 +79,11 @@ def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
 def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
     """Return the rows of a split of `folder`/name/split.jsonl.gz (or .jsonl), or of the hub.
 
-    Raises FileNotFoundError naming the file; ValueError for a damaged or empty file, a missing column, or an unknown label.
+    Raises FileNotFoundError naming the file; ValueError for a damaged or empty file, a missing column, an unknown label, or
+    a hub that cannot be reached.
     """
     if folder is None:
-        from datasets import load_dataset
-
-        rows: list[Row] = [dict(row) for row in load_dataset(HUB, name, split=split)]
+        rows = _rows_of_hub(name, split)
     else:
         rows = _read_lines(split_file(name, split, folder))
     if not rows:
@@ -97,6 +98,17 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
             words = "a number" if classes == 1 else f"0 to {classes - 1}"
             raise ValueError(f"{name}, {split}, row {number + 1} has label = {label!r}; allowed: {words}")
     return rows
+
+
+def _rows_of_hub(name: str, split: str) -> list[Row]:
+    advice = f"Without the hub, put {name}/{split}.jsonl.gz into a folder and give --data FOLDER"
+    check_hub(f"{name}, {split}", HUB, advice)
+    from datasets import load_dataset
+
+    try:
+        return [dict(row) for row in load_dataset(HUB, name, split=split)]
+    except Exception as error:  # errors of datasets, of the network and of file formats
+        raise ValueError(f"{name}, {split}: the library datasets cannot open {HUB}: {error}. {advice}") from error
 
 
 def split_file(name: str, split: str, folder: Path) -> Path:

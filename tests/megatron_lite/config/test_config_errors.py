@@ -209,7 +209,10 @@ def test_missing_keys_are_all_named() -> None:
         ("data.corpus=3", "data.corpus = 3: text, or list of: text, or null is allowed; in quotes it is text: '3'"),
         ("model.norm=batchnorm", 'model.norm = "batchnorm": one of layernorm, rmsnorm is allowed'),
         ("model.hidden_size=64.0", "model.hidden_size = 64.0: whole number is allowed"),
-        ("model.mixers=metala", 'model.mixers = "metala": list of: text is allowed'),
+        (
+            "model.mixers=metala",
+            'model.mixers = "metala": list of: text is allowed; in brackets it is a list: [metala]',
+        ),
         (
             "model.mixer_options={metala: paper}",
             'model.mixer_options.metala = "paper": mapping is allowed',

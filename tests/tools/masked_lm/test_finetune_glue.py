@@ -10,9 +10,11 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from tools import finetune_glue
@@ -78,6 +80,16 @@ def test_default_recipe_is_that_of_the_paper() -> None:
 def test_wrong_recipes_name_the_key(override: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         finetune_glue.load_recipe(finetune_glue.RECIPE, [override])
+
+
+def test_hub_out_of_reach_names_the_option(monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.create_connection", Mock(side_effect=OSError("no route")))
+    with pytest.raises(
+        ValueError, match=r"sst2, train: the hub \S+ cannot be reached \(no route\).* give --data FOLDER"
+    ):
+        read_split("sst2", "train", None)
 
 
 def test_missing_data_names_the_file(tmp_path: Path) -> None:
