@@ -173,7 +173,7 @@ class LabelledImages:
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(
-                f"{self._name_of(row)}: label {values[row]} is not allowed (rows with such labels: {len(wrong):,}); whole numbers from 0 to "
+                f"{self._name_of(row)}: label {values[row]} (rows with such labels: {len(wrong):,}); whole numbers from 0 to "
                 f"{num_classes - 1} are allowed"
             )
         return values.astype(np.int64)
