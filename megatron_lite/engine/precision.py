@@ -47,6 +47,8 @@ def fp8_summary(fp8: Fp8Config, layers: Sequence[nn.Module], ranks: int, dtype: 
 
     Raises ValueError if no projection runs in FP8.
     """
+    if fp8.recipe == "none":
+        return ""
     selected: dict[str, None] = {}
     others: dict[str, list[str]] = {}
     for index, layer in enumerate(layers):
@@ -57,8 +59,6 @@ def fp8_summary(fp8: Fp8Config, layers: Sequence[nn.Module], ranks: int, dtype: 
         for name, reason in reasons.items():
             if name not in (known := others.setdefault(reason, [])):
                 known.append(name)
-    if fp8.recipe == "none":
-        return ""
     rest = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in others.items())
     if not selected:
         raise ValueError(

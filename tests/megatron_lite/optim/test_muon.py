@@ -10,6 +10,7 @@ import torch
 
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.fault_tolerance.finite_check import state_not_finite
 from megatron_lite.optim.muon import Muon, MuonOptions, orthogonalize_by_shape
 from megatron_lite.optim.param_groups import matrices_of
 from megatron_lite.optim.whole_matrices import MatrixPiece, assign_owners, newton_schulz_cost
@@ -214,3 +215,10 @@ def test_blocks_without_matrices_are_refused(build, monkeypatch):
     monkeypatch.setattr("megatron_lite.engine.model_shard.matrices_of", lambda _: {})
     with pytest.raises(ValueError, match=r"optimizer\.name = muon: the blocks of this model have no matrices"):
         build(model_config(), optimizer=MUON)
+
+
+def test_momentum_that_is_not_finite_is_named(build):
+    engine = build(model_config(), optimizer=MUON)
+    assert not state_not_finite(engine.optimizer_state, engine.grid)
+    state_of(engine)[MATRIX]["exp_avg"][3] = nan
+    assert state_not_finite(engine.optimizer_state, engine.grid) == [f"exp_avg of {MATRIX} (rank 0)"]

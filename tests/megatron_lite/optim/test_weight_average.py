@@ -20,12 +20,15 @@ def weights_of(engine: Engine, kind: str = "weight") -> dict[str, torch.Tensor]:
     return {one.name: one.tensors[kind].float().clone() for one in engine.optimizer_state.fragments()}
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
-def test_average_follows_applied_updates_and_training_ignores_it(build, tmp_path, dtype, stage):
+@pytest.mark.parametrize(
+    ("dtype", "stage", "optimizer"), [("fp32", 1, "muon"), ("bf16", 1, "adamw"), ("fp32", 3, "adamw")]
+)
+def test_average_follows_applied_updates_and_training_ignores_it(build, tmp_path, dtype, stage, optimizer):
     steps = batches(5)
     settings = {"dtype": dtype, "zero_stage": stage}
-    engine = build(model_config(), **settings, optimizer={"ema_decay": DECAY})
-    expected, plain = weights_of(engine), build(model_config(), **settings)
+    averaging = {"name": optimizer, "ema_decay": DECAY}
+    engine = build(model_config(), **settings, optimizer=averaging)
+    expected, plain = weights_of(engine), build(model_config(), **settings, optimizer={"name": optimizer})
     for number, step in enumerate(steps[:3], start=1):
         result = engine.train_step(step, lr=LR)
         assert result == plain.train_step(step, lr=LR)
@@ -46,7 +49,7 @@ def test_average_follows_applied_updates_and_training_ignores_it(build, tmp_path
     Checkpointer(engine, tmp_path).save(step=3, state={}, config_yaml="a: 1\n")
     for name, weight in read_weights(tmp_path).items():  # exports and evaluation read the average
         torch.testing.assert_close(weight.flatten(), expected[name].flatten())
-    other = build(model_config(), seed=9, **settings, optimizer={"ema_decay": DECAY})
+    other = build(model_config(), seed=9, **settings, optimizer=averaging)
     Checkpointer(other, tmp_path).load()
     assert other.train_step(steps[4], lr=LR) == engine.train_step(steps[4], lr=LR) == plain.train_step(steps[4], lr=LR)
     for name, average in weights_of(engine, "ema").items():
