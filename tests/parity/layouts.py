@@ -12,6 +12,7 @@ from models.config import ModelConfig
 from models.mixers import MIXERS
 
 VOCAB, LENGTH, STEPS, MICRO_BATCHES, LR, WARMUP = 96, 24, 4, 4, 1e-4, 2
+MATRIX_STEPS = 3  # of them in the parity matrix: the weights, then the moments of the first step act on the next one
 
 LION = {"lion": {"variant": "s"}}
 MODELS: dict[str, dict[str, Any]] = {
@@ -177,7 +178,7 @@ SEQUENCE = {"sequence_parallel": True}
 CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
 SELECTIVE = {"activation_checkpointing": {"mode": "selective"}}
 RECOMPUTE = {"activation_checkpointing": {"mode": "full", "every": 2, "others": "elementwise"}}
-# Layouts of every model, and layouts of the hybrid model alone, by number of processes.
+# Layouts of three models, and layouts of the hybrid model alone, by number of processes.
 EVERY: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "data2": {},
@@ -304,8 +305,7 @@ def cases(processes: int) -> list[LayoutCase]:
     selected = [
         LayoutCase(model, name, layout, {} if model == "hybrid" or "pipeline" in layout else SHORT)
         for name, layout in EVERY[processes].items()
-        for model in MODELS
-        if model not in ("encoder", "delta_rule", "decay_per_channel", "grouped_hybrid", *IMAGES)
+        for model in ("lion_bidirectional", "attention", "hybrid")  # the hybrid has MetaLA and causal LION
     ]
     selected += [LayoutCase("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
     layouts = EVERY[processes] | HYBRID[processes] | CONTEXT[processes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -116,7 +117,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         optimizer=case.optimizer,
     )
     history, accuracies, evaluated = [], [], []
-    for index, step in enumerate(layouts.steps_of(case)):
+    for index, step in enumerate(layouts.steps_of(case)[: layouts.MATRIX_STEPS]):
         step = layouts.in_pairs(step) if pairs else step
         result = engine.train_step(own(step, grid), lr=rate(index))
         history.append((result.loss, result.gradient_norm))
@@ -193,6 +194,7 @@ def main(processes: int, out: Path) -> None:
     if os.environ.get("MATRIX_DEVICE") == "cuda":
         leave_untuned()
     torch.distributed.new_group = groups = Groups()  # type: ignore[assignment]
+    gc.freeze()  # DeepSpeed collects garbage several times per engine; modules are none
     reached = out.with_suffix(f".{os.environ['RANK']}")  # names the case in which a process hangs
     for name, parallel, dtype in layouts.guarded(processes):
         reached.write_text(name)
