@@ -91,7 +91,7 @@ def environment() -> dict[str, str]:
     return {**variables, "OMP_NUM_THREADS": "1"}
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> Any:
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 240) -> Any:
     """Poll until the condition holds and return its value. Fail with the output of the process if it ends earlier."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -83,7 +83,7 @@ def test_error_on_the_main_process_ends_all_processes(arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     words = arguments(**{"data.corpus": "nowhere.jsonl"})
     done = subprocess.run(
-        [*command, "train.py", *words], cwd=ROOT, text=True, capture_output=True, timeout=120, env=environment()
+        [*command, "train.py", *words], cwd=ROOT, text=True, capture_output=True, timeout=240, env=environment()
     )
     assert done.returncode != 0
     assert "nowhere.jsonl" in done.stderr

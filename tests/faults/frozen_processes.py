@@ -30,13 +30,13 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
         name = f"frozen{number}"
         command = training_command(run_words(corpus, folder, name, **SETTINGS), ranks=2)
         with StartedCommand(command, folder / f"{name}.log") as started:
-            if not started.wait_until(lambda run=folder / name: last_step(run) >= 3, 120):
+            if not started.wait_until(lambda run=folder / name: last_step(run) >= 3, 400):
                 raise RuntimeError(f"the run did not start: {started.log.read_text()[-3000:]}")
             time.sleep(draw.random())
             survived = _survives_a_pause(started, folder / name)
             named = survived and _is_named(started, draw.randrange(2))
             # torchrun waits 30 s for a frozen rank before it kills it.
-            counts["orphans"] += len(started.wait_for_all(40))
+            counts["orphans"] += len(started.wait_for_all(100))
             if not named:
                 record_failure(folder, case=number, survived=survived, output=started.log.read_text()[-3000:])
         counts["runs"] += 1
@@ -53,7 +53,7 @@ def _survives_a_pause(started: StartedCommand, run_folder: Path) -> bool:
     step = last_step(run_folder)
     started.signal(signal.SIGCONT, processes)
     end = time.monotonic() + 1.5 * HEARTBEAT  # a wrong verdict on the pause comes within one heartbeat
-    survives = started.wait_until(lambda: last_step(run_folder) > step + 3 and time.monotonic() > end, 60)
+    survives = started.wait_until(lambda: last_step(run_folder) > step + 3 and time.monotonic() > end, 200)
     return survives and "error: " not in started.log.read_text()
 
 
@@ -62,6 +62,6 @@ def _is_named(started: StartedCommand, rank: int) -> bool:
     victim = started.ranks()[rank]
     started.signal(signal.SIGSTOP, [victim])
     error = rf"error: rank {rank} \([^)]*process {victim}, .*silent for \d+ s: killed, frozen or disconnected"
-    is_named = started.wait_until(lambda: re.search(error, started.log.read_text()), 60)
+    is_named = started.wait_until(lambda: re.search(error, started.log.read_text()), 200)
     started.signal(signal.SIGKILL, [victim])
     return is_named

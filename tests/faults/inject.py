@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from megatron_lite.checkpoint import writer as checkpoint_writer
 from models.block import Block
 
-SECONDS = {"pace": 0.05, "slow": 0.1, "crawl": 0.02}
+SECONDS = {"pace": 0.4, "slow": 0.3, "crawl": 0.02}
 
 
 def install(fault: str, step: int) -> None:
@@ -51,15 +53,16 @@ def install(fault: str, step: int) -> None:
     Block.forward = forward  # type: ignore[method-assign]
 
 
-def install_slow_save(seconds: float = 1.0) -> None:
-    """Delay every checkpoint file of this process by `seconds`."""
+def install_stuck_save(step: int) -> None:
+    """Write no file of this process's checkpoint of `step`."""
     write_file = checkpoint_writer.write_file
 
-    def slow(*args: Any) -> Any:
-        time.sleep(seconds)
-        return write_file(*args)
+    def stuck(path: Path, *args: Any) -> Any:
+        if f"step_{step:08d}" in path.parent.name:
+            time.sleep(3600)
+        return write_file(path, *args)
 
-    checkpoint_writer.write_file = slow
+    checkpoint_writer.write_file = stuck
 
 
 if __name__ == "__main__":
@@ -72,6 +75,6 @@ if __name__ == "__main__":
         remaining = remaining[len(arguments) + 1 :]
         Block.forward = original  # type: ignore[method-assign]
         if int(rank) in (-1, int(os.environ.get("RANK", "0"))):
-            install_slow_save() if fault == "slow-save" else install(fault, int(step))
+            (install_stuck_save if fault == "stuck-save" else partial(install, fault))(int(step))
         status = train.main(arguments)
     sys.exit(status)

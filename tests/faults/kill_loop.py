@@ -15,7 +15,7 @@ from tests.faults.started_command import StartedCommand, last_step, training_com
 
 INTERVAL = 5  # steps between saves, and between validations
 MOMENTS = ("start", "step", "save", "validation")
-END_SECONDS = 20.0  # after a kill, for all processes: the heartbeat, then torchrun's own timeout
+END_SECONDS = 60.0  # after a kill, for all processes: the heartbeat, then torchrun's own timeout
 SETTINGS = {
     "schedule.train_steps": 40,
     "checkpoint.interval": INTERVAL,
@@ -78,7 +78,7 @@ def _kill_until_complete(
             moment = draw.choice(MOMENTS)
             killed = counts["kills"] < count and _wait_for(moment, started, folder, draw) and _kill_one(started, draw)
             # Without a kill the run ends by itself.
-            orphans = started.wait_for_all(END_SECONDS if killed else 180)
+            orphans = started.wait_for_all(END_SECONDS if killed else 400)
         counts["orphans"] += len(orphans)
         output = started.log.read_text()
         first = _first_step(output) if kills else None
@@ -95,7 +95,7 @@ def _kill_until_complete(
 
 def _kill_one(started: StartedCommand, draw: random.Random) -> bool:
     """Kill a random process. Return whether one was alive."""
-    alive = started.processes()
+    alive = started.victims()
     if alive:
         started.signal(signal.SIGKILL, [draw.choice(alive)])
     return bool(alive)
@@ -119,7 +119,7 @@ def _wait_for(moment: str, started: StartedCommand, folder: Path, draw: random.R
         "validation": lambda: _latest(checkpoints) not in ("", saved),
     }
     seconds = {"start": 6.0, "step": 1.0, "save": 0.02, "validation": 0.15}[moment]
-    if not started.wait_until(conditions[moment], 120):
+    if not started.wait_until(conditions[moment], 400):
         return False
     time.sleep(share * seconds)
     return not started.has_ended

@@ -17,6 +17,7 @@ from tests.cli.conftest import ROOT, environment
 from tests.parity.launch import free_port
 
 _MARK = "METALION_FAULT_TEST"
+_MONITOR = b"stack_monitor"
 
 
 def training_command(words: list[str], *, ranks: int = 1, slow: bool = True) -> list[str]:
@@ -71,16 +72,25 @@ class StartedCommand:
         self.agent.poll()  # otherwise an ended agent stays a zombie
         return [pid for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))) if self._is_ours(pid)]
 
+    def victims(self) -> list[int]:
+        """Return the live processes without which the run ends: all but the stack monitors."""
+        alive = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                if _MONITOR not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    alive.append(pid)
+        return alive
+
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks in rank order; the agent's id without a launcher."""
         by_rank = {}
-        for pid in self.processes():
+        for pid in self.victims():
             with contextlib.suppress(OSError):
                 words = dict(
                     word.partition(b"=")[::2] for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 )
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"RANK" in words and b"multiprocessing" not in command and b"stack_monitor" not in command:
+                if b"RANK" in words and b"multiprocessing" not in command:
                     by_rank[int(words[b"RANK"])] = pid
         return [by_rank[rank] for rank in sorted(by_rank)] or [self.agent.pid]
 

@@ -30,7 +30,7 @@ def test_different_configuration_and_checkout_are_named(launch, arguments, tmp_p
         file.write("\n# an older version\n")
     script = f'[ $RANK = 0 ] || {{ cd {copy}; set -- "$@" run.seed=7; }}; exec {sys.executable} train.py "$@"'
     agent = launch(arguments(), *SHELL[1:], script, "train", options=SHELL[:1])
-    output, _ = agent.communicate(timeout=60)
+    output, _ = agent.communicate(timeout=240)
     assert agent.returncode != 0
     assert "error: the processes of this run differ; nothing was started" in output
     assert re.search(r"configuration: run\.seed: rank 0 \(\S+\) 1234; rank 1 \(\S+\) 7\n", output)
@@ -50,7 +50,7 @@ def test_different_data_under_the_same_name_are_named(launch, arguments, tmp_pat
     script = f'cd {tmp_path}/disk$RANK; exec {sys.executable} {ROOT}/train.py "$@"'
     words = [word for word in arguments(**{"data.train": "text"}) if not word.startswith("data.corpus")]
     agent = launch([*words, "data.corpus=null"], *SHELL[1:], script, "train", options=SHELL[:1])
-    output, _ = agent.communicate(timeout=60)
+    output, _ = agent.communicate(timeout=240)
     assert agent.returncode != 0
     assert re.search(
         r"data: text\.bin: rank 0 \(\S+\) 4,000 bytes, SHA-256 \w{12}; rank 1 \(\S+\) 4,000 bytes, SHA", output

@@ -22,10 +22,11 @@ INJECT = ("-m", "tests.faults.inject")
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(launch, arguments, tmp_path, layout):
     settings = {"schedule.train_steps": 40, "checkpoint.interval": 0, "optimizer.lr": 1e-4}
     parallel = {} if layout == "data" else {f"parallel.{layout}": 2}
-    agent = launch(["pace", "-1", "1", *arguments(**settings, **parallel)], *INJECT)
+    # Slow from step 5 on: two forward passes per step of a pipeline, else one.
+    agent = launch(["pace", "-1", "5" if layout == "data" else "9", *arguments(**settings, **parallel)], *INJECT)
     reached(agent, tmp_path / "run", 5)
     os.kill(worker(agent, 1), signal.SIGTERM)
-    output, _ = agent.communicate(timeout=60)
+    output, _ = agent.communicate(timeout=240)
     assert agent.returncode == 0, output
     stopped = int(re.search(r"stopped after step (\d+)", output)[1])
     manifest = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))
@@ -39,7 +40,7 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(launch, arguments, tm
 def test_kill_during_a_save_leaves_the_previous_checkpoint(launch, arguments, tmp_path):
     settings = {"schedule.train_steps": 30, "checkpoint.interval": 4, "run.heartbeat_seconds": 3, "optimizer.lr": 1e-4}
     words = arguments(**settings, **{"checkpoint.asynchronous": "true"})
-    agent = launch(["slow-save", "1", "1", *words], *INJECT)
+    agent = launch(["stuck-save", "1", "8", *words], *INJECT)
     folder = tmp_path / "run" / "checkpoints"
     wait_for(lambda: len(list(folder.glob(".step_00000008.writing/weights-00000*"))) == 1, agent)
     reached(agent, tmp_path / "run", 11)  # training continues during the save
@@ -47,7 +48,7 @@ def test_kill_during_a_save_leaves_the_previous_checkpoint(launch, arguments, tm
     assert checkpoint.resolve(folder).name == "step_00000004"
     victim = worker(agent, 1)
     os.kill(victim, signal.SIGKILL)
-    output, _ = agent.communicate(timeout=60)
+    output, _ = agent.communicate(timeout=240)
     assert agent.returncode != 0
     assert re.search(
         rf"error: rank 0 waited in vain: rank 1 \([^)]*process {victim}, after step \d+\) was killed", output
@@ -63,11 +64,11 @@ def test_kill_during_a_save_leaves_the_previous_checkpoint(launch, arguments, tm
 
 
 def test_run_restarted_by_torchrun_equals_the_uninterrupted_one(launch, arguments, tmp_path):
-    settings = {"schedule.train_steps": 24, "checkpoint.interval": 5, "optimizer.lr": 1e-4}
-    agent = launch(["pace", "-1", "1", *arguments(**settings)], *INJECT, options=("--max-restarts=1",))
+    settings = {"schedule.train_steps": 24, "checkpoint.interval": 10, "optimizer.lr": 1e-4}
+    agent = launch(["pace", "-1", "12", *arguments(**settings)], *INJECT, options=("--max-restarts=1",))
     reached(agent, tmp_path / "run", 12)
     os.kill(worker(agent, 1), signal.SIGKILL)
-    output, _ = agent.communicate(timeout=120)
+    output, _ = agent.communicate(timeout=240)
     assert agent.returncode == 0, output
     assert "step_00000010 at step 10" in output  # start of the second attempt
     assert train.main(arguments("alone", **settings)) == 0
@@ -75,8 +76,8 @@ def test_run_restarted_by_torchrun_equals_the_uninterrupted_one(launch, argument
 
 
 def test_error_of_one_rank_is_named_by_the_other_rank(launch, arguments):
-    agent = launch(["error", "1", "3", *arguments(**{"run.heartbeat_seconds": 6})], *INJECT)
-    output, _ = agent.communicate(timeout=60)
+    agent = launch(["error", "1", "3", *arguments(**{"run.heartbeat_seconds": 30})], *INJECT)
+    output, _ = agent.communicate(timeout=240)
     assert agent.returncode != 0
     assert re.search(r"error: .*rank 1 \(.* after step 2\) ended with an error \(KeyError: 'injected'\)", output), (
         output
@@ -85,15 +86,15 @@ def test_error_of_one_rank_is_named_by_the_other_rank(launch, arguments):
 
 
 def test_hanging_rank_is_named_and_every_rank_prints_its_stacks(launch, arguments):
-    settings = {"run.watchdog_minutes": 0.03, "run.timeout_minutes": 0.1, "run.heartbeat_seconds": 3}
+    settings = {"run.watchdog_minutes": 0.03, "run.timeout_minutes": 0.1, "run.heartbeat_seconds": 6}
     agent = launch(["hang", "1", "3", *arguments(**settings)], *INJECT)
-    output, _ = agent.communicate(timeout=60)
+    output, _ = agent.communicate(timeout=240)
     assert agent.returncode != 0
     for rank in (0, 1):
         assert re.search(rf"Timeout: rank {rank} of 2 \(.*\): no step ended for \d+\.\d s; its threads:", output), (
             output
         )
-    stacks = output.split("Timeout: rank 1 of 2")[1]
+    stacks = output.split("Timeout: rank 1 of 2", 1)[1]
     assert re.search(r'inject\.py", line \d+ in forward', stacks)
     assert re.search(
         r"rank 0 waited in vain: rank 1 .* is alive and did not join: \S*inject\.py:\d+ forward", output
@@ -147,7 +148,7 @@ def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all_ranks(not
 
 def test_slow_rank_is_named(launch, arguments, tmp_path):
     agent = launch(["slow", "1", "1", *arguments(**{"logging.spread_interval": 2})], *INJECT)
-    output, _ = agent.communicate(timeout=60)
+    output, _ = agent.communicate(timeout=240)
     assert agent.returncode == 0, output
     assert re.search(r"step 4: rank 1 \(\S+\) takes for its forward pass \d{3,} ms, the median is", output), output
     lines = metrics_lines(tmp_path / "run")

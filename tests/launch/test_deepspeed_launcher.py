@@ -18,7 +18,7 @@ def test_run_by_the_deepspeed_launcher_equals_one_process(arguments, alone, tmp_
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=240,
         env={**environment(), "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

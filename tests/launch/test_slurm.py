@@ -102,14 +102,14 @@ def test_job_stops_before_its_time_limit_is_requeued_and_resumes(job, arguments,
     first = job(*words)
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(train_lines(run)) >= 2, first)
     first.send_signal(signal.SIGUSR1)  # as #SBATCH --signal=B:USR1@300 does
-    output, _ = first.communicate(timeout=60)
+    output, _ = first.communicate(timeout=240)
     assert first.returncode == 0, output
     done = len(train_lines(run))
     if done < 8:
         assert "stopped after step" in output
     assert requeued(tmp_path) == ["4711"]
     second = job(*words)
-    output, _ = second.communicate(timeout=60)
+    output, _ = second.communicate(timeout=240)
     assert second.returncode == 0, output
     assert requeued(tmp_path) == ["4711"]  # a complete run is not requeued
     assert_same_run(run, alone)
@@ -124,7 +124,7 @@ def test_crash_is_requeued_up_to_a_limit_and_a_wrong_configuration_is_not(job, e
 
     def end(code: int) -> tuple[int, str]:
         process = job("a=1", "b=two words", PYTHON=str(fake), CODE=str(code), MAX_CRASHES="2")
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
     assert end(2)[0] == 2
@@ -148,7 +148,7 @@ def test_crash_during_a_stop_for_the_time_limit_is_counted(job, tmp_path):
     process = job(PYTHON=str(fake))
     wait_for(lambda: len(list((tmp_path / "project").glob("ready-*"))) == 2, process)
     process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert "status 7, crash 1 of at most 3" in output
     assert requeued(tmp_path) == ["4711"]
@@ -159,7 +159,7 @@ def test_job_fails_if_slurm_refuses_to_requeue_it(job, tmp_path):
     fake.write_text("#!/usr/bin/env bash\nexit 7\n")
     fake.chmod(0o755)
     process = job(PYTHON=str(fake), NO_REQUEUE="1")
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 1, output
     assert "scontrol requeue failed: give the same sbatch command again" in output
 
@@ -170,7 +170,7 @@ def test_processes_get_the_cores_of_the_job(job, tmp_path):
     fake.write_text('#!/usr/bin/env bash\necho "cores ${SRUN_CPUS_PER_TASK:-}, threads $OMP_NUM_THREADS"\n')
     fake.chmod(0o755)
     process = job(PYTHON=str(fake), SLURM_CPUS_PER_TASK="6", OMP_NUM_THREADS="")
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=240)
     assert output.count("cores 6, threads 6") == 2
 
 
@@ -180,7 +180,7 @@ def test_refused_configuration_is_no_crash_although_a_slower_process_is_killed(j
     fake.chmod(0o755)
     for word in ("model.num_heads=5", "--no-such-option"):
         process = job(word, PYTHON=str(fake))
-        output, _ = process.communicate(timeout=40)
+        output, _ = process.communicate(timeout=240)
         assert process.returncode == 2, output
         assert "error: " in output
     assert requeued(tmp_path) == []

@@ -44,7 +44,7 @@ def test_run_on_two_machines_equals_one_process(machines, arguments, alone, tmp_
         for machine in machines
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:

@@ -49,7 +49,7 @@ def help_of(program: str, *words: str) -> str:
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=240,
         env={**environment(), "COLUMNS": "80"},
     )
     assert done.returncode == 0, done.stderr

@@ -18,11 +18,13 @@ from tests.cli.conftest import ROOT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-@pytest.mark.parametrize(("variable", "output"), [("TORCHELASTIC_RUN_ID", ""), ("NO_LAUNCHER", "survived\n")])
-def test_rank_dies_with_its_launcher(variable, output):
+@pytest.mark.parametrize(
+    ("variable", "seconds", "output"), [("TORCHELASTIC_RUN_ID", 60, ""), ("NO_LAUNCHER", 0.2, "survived\n")]
+)
+def test_rank_dies_with_its_launcher(variable, seconds, output):
     rank = (
         "import time; from megatron_lite.parallel.launcher import end_with_launcher\n"
-        "end_with_launcher(); print('ready', flush=True); time.sleep(1); print('survived')\n"
+        f"end_with_launcher(); print('ready', flush=True); time.sleep({seconds}); print('survived')\n"
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     environment = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_RUN_ID"}
@@ -57,7 +59,7 @@ def test_ranks_of_an_earlier_launcher_are_refused(monkeypatch):
     def rank(name: str, ticks: int) -> None:
         births.ticks = ticks
         try:
-            own = join_launcher(store, 2, 20.0)
+            own = join_launcher(store, 2, 200.0)
             claim_rank(own, int(name[-1]))
             outcomes[name] = "joined"
         except RankRefused as error:

@@ -53,15 +53,18 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     words += ["--shapes", "16x2", "16x400000000", "32x1", *TINY]
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30)); "
     limit += "sys.argv[0] = 'benchmark'; runpy.run_module('tools.benchmark', run_name='__main__')"
-    process = subprocess.Popen([sys.executable, "-c", limit, *words], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # every thread reserves address space
+    process = subprocess.Popen(
+        [sys.executable, "-c", limit, *words], stdout=subprocess.PIPE, text=True, env=environment
+    )
     record = folder / "train.jsonl"
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while not (record.exists() and record.read_text(encoding="utf-8").count('"row"') >= 3):
         assert process.poll() is None, "ended too early"
         assert time.monotonic() < end
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     return folder, out
 
@@ -368,7 +371,7 @@ def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
         *TINY,
     ]
     parent = subprocess.Popen([sys.executable, "-m", "tools.benchmark", *words], stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not _children(parent.pid) or not (tmp_path / "train.log").exists():
         assert time.monotonic() < end
         time.sleep(0.1)

@@ -54,27 +54,27 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
         answer = None
         for _ in range(240):
             try:
-                answer = json.load(urllib.request.urlopen(request, timeout=60))
+                answer = json.load(urllib.request.urlopen(request, timeout=240))
                 break
             except URLError:
                 assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
                 time.sleep(0.5)
         assert answer is not None, "the server did not come up"
         request.data = json.dumps({**body, "temperature": 1e-40}).encode()
-        cold = json.load(urllib.request.urlopen(request, timeout=60))
+        cold = json.load(urllib.request.urlopen(request, timeout=240))
         request.data = json.dumps({**body, "stream": True}).encode()
-        streamed = urllib.request.urlopen(request, timeout=60).read().decode()
+        streamed = urllib.request.urlopen(request, timeout=240).read().decode()
         request.data = json.dumps({"messages": [{"role": "user", "content": "def "}]}).encode()
         printed = []
         for path in ("/v1/chat/completions", "/load_model"):
             request.full_url = f"http://127.0.0.1:{port}{path}"
             with pytest.raises(HTTPError) as refused:
-                urllib.request.urlopen(request, timeout=60)
+                urllib.request.urlopen(request, timeout=240)
             printed.append((refused.value.code, json.load(refused.value)["error"]["message"]))
-        models = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60))
+        models = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=240))
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        server.wait(timeout=240)
     loaded = load_model(trained_run)
     expected = complete(loaded.model, loaded.tokenizer, "def ", max_tokens=12, temperature=0.0)
     assert answer["choices"][0]["text"] == cold["choices"][0]["text"] == expected

@@ -202,7 +202,7 @@ def test_browser_shows_the_page(run: Path, tmp_path: Path) -> None:
     page = write_report(run)
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     command += ["--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    shown = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=240, check=True).stdout
     assert "<title>my run</title>" in shown
     titles = re.findall(r"<h3>([^<]*)</h3>", shown)
     assert {"loss, nats per token", "gradient norm", "learning rate", "tokens per second", "perplexity"} <= set(titles)
@@ -241,7 +241,7 @@ for (const id in found) if (id !== "data") console.log(id, found[id].textContent
 def shown_by_node(page: Path, *script: str) -> str:
     (page.parent / "browser.js").write_text(BROWSER)
     command = ["node", str(page.parent / "browser.js"), str(page), *script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

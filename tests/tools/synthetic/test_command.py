@@ -197,7 +197,7 @@ def test_interrupted_experiment_resumes(words: list[str], tmp_path: Path, capsys
             break
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "interrupted: the same command resumes with the unfinished runs"
     first = results.read_text()
@@ -219,7 +219,7 @@ def test_interrupt_during_start_prints_one_sentence(words: list[str]) -> None:
         assert process.poll() is None
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 130
     assert errors.split("\n") == ["", "interrupted: the same command resumes with the unfinished runs", ""]
 
