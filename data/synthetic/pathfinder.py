@@ -7,6 +7,7 @@ sequence.
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +21,11 @@ PIXEL_VALUES = 256
 _UNIT = 1024
 _HEADINGS = 64
 _PROPOSALS = 8
-# Images that are drawn together at most, and how often a path without room is drawn again.
+# Images that are drawn together, and how often a path without room is drawn again.
 _BATCH = 512
 _ATTEMPTS, _DISTRACTOR_ATTEMPTS = 24, 2
+# How much the distances of the two pairs of ends of an image differ at most, in sizes of the image.
+_NEAR = 1 / 40
 
 Numbers = NDArray[np.int64]
 
@@ -54,6 +57,11 @@ class Pathfinder:
     thickness: float = 0.9
     radius: float = 1.3
 
+    @property
+    def drawn(self) -> float:
+        """Return the share of a dash in the length of a dash and its gap."""
+        return self.dash / (self.dash + self.gap)
+
     def __post_init__(self) -> None:
         reach = self.dashes * (self.dash + self.gap)
         edge = self.radius + 1
@@ -69,9 +77,9 @@ class Pathfinder:
 def pathfinder(examples: int, *, seed: int | list[int] = 0, **geometry: float) -> Examples:
     """Return images as rows of grey pixels, and whether both markers lie on one path.
 
-    Each image has two long dashed paths and several short ones. A marker lies at an end of the first path, the other one
-    at its second end (label 1) or at an end of the second path (label 0). The label is drawn after the paths, half of the
-    images each.
+    Each image has two long dashed paths and several short ones. The markers lie at both ends of a path (label 1) or at an end
+    of each path (label 0). Every image has both pairs of ends at equal distances, up to `_NEAR`, and the label is drawn
+    afterwards, half of the images each: neither the distance nor the paths tell the label.
 
     Args:
         geometry: attributes of `Pathfinder`.
@@ -81,24 +89,35 @@ def pathfinder(examples: int, *, seed: int | list[int] = 0, **geometry: float) -
     Raises ValueError for paths that the image cannot hold.
     """
     shape = Pathfinder(**geometry)  # type: ignore[arg-type]
-    generator = np.random.default_rng(seed)
+    entropy = seed if isinstance(seed, list) else [seed]
+    labels = np.random.default_rng(entropy).permutation(np.arange(examples) % CLASSES).astype(np.int32)
     tokens = np.zeros((examples, shape.size**2), np.uint8)
-    labels = generator.permutation(np.arange(examples) % CLASSES).astype(np.int32)[:, None]
+
+    def fill(block: int) -> None:
+        rows = slice(block * _BATCH, min((block + 1) * _BATCH, examples))
+        tokens[rows] = _images(np.random.default_rng([*entropy, block]), shape, labels[rows])
+
+    # Every block has its own generator, so that the number of threads does not matter. NumPy releases the global lock.
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, range(-(-examples // _BATCH))))
+    return Examples(tokens, labels[:, None])
+
+
+def _images(generator: np.random.Generator, shape: Pathfinder, labels: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Return one image per label, [images, size * size]. Raises ValueError for paths that the image cannot hold."""
+    tokens = np.zeros((len(labels), shape.size**2), np.uint8)
     done, drawn = 0, 0
-    while done < examples:
-        paths = _draw(generator, shape, min(_BATCH, 4 * (examples - done)))
-        complete = np.flatnonzero(paths.valid[:, :2].all(1))[: examples - done]
-        drawn += len(paths.valid)
-        if drawn > 100 * (done + len(complete) + 1):
+    while done < len(labels):
+        number = min(_BATCH, 4 * (len(labels) - done))
+        paths, ends = _draw(generator, shape, number, len(labels) - done)
+        rows = slice(done, done + len(ends))
+        done, drawn = rows.stop, drawn + number
+        if drawn > 100 * (done + 1):
             raise ValueError(
-                f"{shape}: {done + len(complete)} of {drawn} images hold both long paths; use fewer "
-                "dashes, a smaller margin or a larger size"
+                f"{shape}: {done} of {drawn} images hold both long paths; use fewer dashes, a smaller margin or a larger size"
             )
-        tokens[done : done + len(complete)] = _render(
-            paths.select(complete), labels[done : done + len(complete), 0], shape
-        )
-        done += len(complete)
-    return Examples(tokens, labels)
+        tokens[rows] = _render(paths, ends[np.arange(len(ends)), labels[rows]], shape)
+    return tokens
 
 
 @dataclass
@@ -108,79 +127,118 @@ class _Paths:
     Attributes:
         points: [images, paths, dashes + 1, 2], ends of the dashes and of their gaps, in 1/1024 pixel.
         valid: [images, paths], whether the path is complete. counts: dashes of each path.
+        blocked: [images, pixels], within the margin of a path. The image has an edge of the margin's width around it.
     """
 
     points: Numbers
     valid: NDArray[np.bool_]
+    blocked: NDArray[np.bool_]
     counts: list[int]
 
-    def select(self, images: Numbers) -> _Paths:
-        return _Paths(self.points[images], self.valid[images], self.counts)
 
-
-def _draw(generator: np.random.Generator, shape: Pathfinder, images: int) -> _Paths:
-    """Draw the paths of several images one after another. A path keeps its margin from all earlier ones."""
+def _draw(
+    generator: np.random.Generator, shape: Pathfinder, number: int, most: int
+) -> tuple[_Paths, NDArray[np.float64]]:
+    """Draw `number` images with two long paths. Return at most `most` of them that suit, with short paths, and `_ends`."""
     counts = [shape.dashes] * 2 + [shape.distractor_dashes] * shape.distractors
-    points = np.zeros((images, len(counts), max(counts) + 1, 2), np.int64)
-    valid = np.ones((images, len(counts)), np.bool_)
-    blocked = np.zeros((images, shape.size, shape.size), np.bool_)
-    disc = _disc(math.ceil(shape.margin), shape.margin)
-    for path, count in enumerate(counts):
-        pending = np.arange(images)
-        for _ in range(_ATTEMPTS if path < 2 else _DISTRACTOR_ATTEMPTS):
-            points[pending, path, : count + 1], complete = _draw_path(generator, shape, count, blocked[pending])
-            pending = pending[~complete]
-        valid[pending, path] = False
-        for step in range(count):
-            for place in _between(points[:, path, step], points[:, path, step + 1], shape):
-                cells = (place // _UNIT)[:, None] + disc
-                inside = ((cells >= 0) & (cells < shape.size)).all(-1) & valid[:, path, None]
-                number, near = np.nonzero(inside)
-                row, column = cells[number, near].T
-                blocked[number, row, column] = True
-    return _Paths(points, valid, counts)
+    width = shape.size + 2 * math.ceil(shape.margin)
+    points = np.zeros((number, len(counts), max(counts) + 1, 2), np.int64)
+    valid = np.ones((number, len(counts)), np.bool_)
+    paths = _Paths(points, valid, np.zeros((number, width * width), np.bool_), counts)
+    for path in (0, 1):
+        _place(generator, shape, paths, path, _ATTEMPTS)
+    ends, near = _ends(paths, shape)
+    suitable = np.flatnonzero(near & valid[:, 0] & valid[:, 1])[:most]
+    paths = _Paths(points[suitable], valid[suitable], paths.blocked[suitable], counts)
+    for path in range(2, len(counts)):
+        _place(generator, shape, paths, path, _DISTRACTOR_ATTEMPTS)
+    return paths, ends[suitable]
+
+
+def _ends(paths: _Paths, shape: Pathfinder) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return the ends to mark, [images, labels, 2 (markers), 2] in pixels, and whether both labels have equal distances.
+
+    Of the two pairs on one path and the four on both paths those are marked whose distances are nearest.
+    """
+    before, last = (paths.points[:, :2, shape.dashes + i] / _UNIT for i in (-1, 0))
+    # The end of the last dash, not of the gap after it.
+    ends = np.stack([paths.points[:, :2, 0] / _UNIT, before + (last - before) * shape.drawn], 2).reshape(-1, 4, 2)
+    connected, apart = ends[:, [[0, 1], [2, 3]]], ends[:, [[0, 2], [0, 3], [1, 2], [1, 3]]]
+    lengths = [np.sqrt(((pair[:, :, 0] - pair[:, :, 1]) ** 2).sum(-1)) for pair in (connected, apart)]
+    difference = np.abs(lengths[0][:, :, None] - lengths[1][:, None]).reshape(len(ends), -1)
+    nearest = difference.argmin(1)
+    images = np.arange(len(ends))
+    marked = np.stack([apart[images, nearest % 4], connected[images, nearest // 4]], 1)
+    return marked, difference.min(1) < _NEAR * shape.size
+
+
+def _place(generator: np.random.Generator, shape: Pathfinder, paths: _Paths, path: int, attempts: int) -> None:
+    """Draw one path of every image, which keeps its margin from all earlier ones."""
+    count, pending = paths.counts[path], np.arange(len(paths.points))
+    for _ in range(attempts):
+        drawn, complete = _draw_path(generator, shape, count, paths.blocked, pending)
+        paths.points[pending, path, : count + 1] = drawn
+        pending = pending[~complete]
+    paths.valid[pending, path] = False
+    images = np.flatnonzero(paths.valid[:, path])
+    along = paths.points[images, path, : count + 1]
+    edge = math.ceil(shape.margin)
+    disc = _disc(edge, shape.margin) @ [shape.size + 2 * edge, 1]
+    # Discs two pixels apart leave no gap between them.
+    for place in _between(along[:, :-1], along[:, 1:], shape, 2):
+        paths.blocked[images[:, None, None], _pixel(place, shape)[..., None] + disc] = True
 
 
 def _draw_path(
-    generator: np.random.Generator, shape: Pathfinder, count: int, blocked: NDArray[np.bool_]
+    generator: np.random.Generator, shape: Pathfinder, count: int, blocked: NDArray[np.bool_], pending: Numbers
 ) -> tuple[Numbers, NDArray[np.bool_]]:
-    """Return the points [images, count + 1, 2] of one path per image, and whether it is complete."""
-    images = np.arange(len(blocked))
+    """Return the points [pending, count + 1, 2] of one path for each image in `pending`, and whether it is complete."""
+    number = len(pending)
     edge = math.ceil((shape.radius + 1) * _UNIT)
     low, high = edge, shape.size * _UNIT - edge
     length = shape.dash + shape.gap
     angles = 2 * np.pi * np.arange(_HEADINGS) / _HEADINGS
     steps = np.rint(np.stack([np.sin(angles), np.cos(angles)], 1) * length * _UNIT).astype(np.int64)
     largest = int(shape.turn / 360 * _HEADINGS)
-    points = np.zeros((len(blocked), count + 1, 2), np.int64)
-    start = generator.integers(low, high, (len(blocked), _PROPOSALS, 2))
-    free = ~blocked[images[:, None], *np.moveaxis(start // _UNIT, -1, 0)]
+    images = np.arange(number)
+    points = np.zeros((number, count + 1, 2), np.int64)
+    start = generator.integers(low, high, (number, _PROPOSALS, 2))
+    free = ~blocked[pending[:, None], _pixel(start, shape)]
     points[:, 0] = start[images, free.argmax(1)]
     valid = free.any(1)
-    heading = generator.integers(0, _HEADINGS, len(blocked))
+    heading = generator.integers(0, _HEADINGS, number)
     for step in range(count):
-        turn = generator.integers(-largest, largest + 1, (len(blocked), _PROPOSALS))
+        turn = generator.integers(-largest, largest + 1, (number, _PROPOSALS))
         if not step:
-            turn = generator.integers(0, _HEADINGS, (len(blocked), _PROPOSALS))
+            turn = generator.integers(0, _HEADINGS, (number, _PROPOSALS))
         headings = (heading[:, None] + turn) % _HEADINGS
         end = points[:, step, None] + steps[headings]
-        free = ((end >= low) & (end < high)).all(-1)
-        for place in _between(points[:, step, None], end, shape):
-            cells = np.clip(place // _UNIT, 0, shape.size - 1)
-            free &= ~blocked[images[:, None], *np.moveaxis(cells, -1, 0)]
+        row, column = end[..., 0], end[..., 1]
+        free = (row >= low) & (row < high) & (column >= low) & (column < high)
+        for place in _between(points[:, step, None], end, shape, 1):
+            free &= ~blocked[pending[:, None], _pixel(place, shape)]
         if step > 1:
             # The end of a dash is a margin and half a dash away from all but its neighbours: so are the points between.
-            away = ((end[:, :, None] - points[:, None, : step - 1]) ** 2).sum(-1).min(-1)
-            free &= away >= int(((shape.margin + length / 2) * _UNIT) ** 2)
+            earlier = points[:, None, : step - 1]
+            squares = (row[..., None] - earlier[..., 0]) ** 2 + (column[..., None] - earlier[..., 1]) ** 2
+            free &= squares.min(-1) >= int(((shape.margin + length / 2) * _UNIT) ** 2)
         chosen = free.argmax(1)
         points[:, step + 1], heading = end[images, chosen], headings[images, chosen]
         valid &= free.any(1)
     return points, valid
 
 
-def _between(start: Numbers, end: Numbers, shape: Pathfinder) -> list[Numbers]:
-    """Return points from start to end, at most one pixel apart."""
-    count = math.ceil(shape.dash + shape.gap)
+def _pixel(place: Numbers, shape: Pathfinder) -> Numbers:
+    """Return the number of the pixel of each place [..., 2] in the blocked pixels of an image."""
+    edge = math.ceil(shape.margin)
+    # A path without room may leave the image.
+    pixel = np.clip(place // _UNIT, 0, shape.size - 1) + edge
+    return pixel[..., 0] * (shape.size + 2 * edge) + pixel[..., 1]
+
+
+def _between(start: Numbers, end: Numbers, shape: Pathfinder, apart: int) -> list[Numbers]:
+    """Return points from start to end, at most `apart` pixels apart."""
+    count = math.ceil((shape.dash + shape.gap) / apart)
     return [start + (end - start) * i // count for i in range(count + 1)]
 
 
@@ -190,23 +248,17 @@ def _disc(reach: int, radius: float) -> Numbers:
     return offsets[(offsets**2).sum(1) <= radius**2]
 
 
-def _render(paths: _Paths, labels: NDArray[np.int32], shape: Pathfinder) -> NDArray[np.uint8]:
-    """Return the images [images, size * size]: white dashes and markers on black, with smooth edges."""
-    image = np.zeros((len(labels), shape.size, shape.size), np.float32)
-    drawn = shape.dash / (shape.dash + shape.gap)
+def _render(paths: _Paths, ends: NDArray[np.float64], shape: Pathfinder) -> NDArray[np.uint8]:
+    """Return the images [images, size * size]: white dashes, and markers at `ends`, on black, with smooth edges."""
+    image = np.zeros((len(ends), shape.size, shape.size), np.float32)
     for path, count in enumerate(paths.counts):
         for step in range(count):
             start = paths.points[:, path, step] / _UNIT
-            end = start + (paths.points[:, path, step + 1] / _UNIT - start) * drawn
+            end = start + (paths.points[:, path, step + 1] / _UNIT - start) * shape.drawn
             _add_line(image, start, end, shape.thickness / 2, paths.valid[:, path])
-    last = paths.points[:, :, shape.dashes] / _UNIT
-    # The end of the last dash, not of the gap after it.
-    last = last - (last - paths.points[:, :, shape.dashes - 1] / _UNIT) * (1 - drawn)
-    first, everywhere = paths.points[:, 0, 0] / _UNIT, np.ones(len(labels), np.bool_)
-    second = np.where(labels[:, None] == 1, last[:, 0], last[:, 1])
-    for place in (first, second):
-        _add_line(image, place, place, shape.radius, everywhere)
-    return np.rint(image * (PIXEL_VALUES - 1)).astype(np.uint8).reshape(len(labels), shape.size**2)
+    for place in ends.swapaxes(0, 1):
+        _add_line(image, place, place, shape.radius, np.ones(len(ends), np.bool_))
+    return np.rint(image * (PIXEL_VALUES - 1)).astype(np.uint8).reshape(len(ends), shape.size**2)
 
 
 def _add_line(

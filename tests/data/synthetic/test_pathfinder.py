@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from data.synthetic.pathfinder import pathfinder
+from data.synthetic import pathfinder as module
+from data.synthetic.pathfinder import Pathfinder, pathfinder
 
 # Large enough to tell a gap in a path from the room between two paths.
 LARGE = {"size": 96, "dashes": 14, "distractors": 6, "dash": 5, "gap": 3, "margin": 8, "thickness": 1.5, "radius": 3}
@@ -18,10 +21,16 @@ def disc(radius: float) -> NDArray[np.bool_]:
     return reach[:, None] ** 2 + reach**2 <= radius**2
 
 
-def markers_are_connected(image: NDArray[np.uint8]) -> bool:
-    """Find the two discs by erosion, and whether a walk over bright pixels with jumps of a gap leads from one to the other."""
+def markers_of(image: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """Find the two discs by erosion. Return their numbers 1 and 2 at their pixels."""
     markers, count = ndimage.label(ndimage.binary_erosion(image > 128, disc(2)), np.ones((3, 3)))
     assert count == 2
+    return markers
+
+
+def markers_are_connected(image: NDArray[np.uint8]) -> bool:
+    """Return whether a walk over bright pixels with jumps of a gap leads from one disc to the other."""
+    markers = markers_of(image)
     paths, _ = ndimage.label(ndimage.binary_dilation(image > 64, disc(1)), np.ones((3, 3)))
     first, second = (set(paths[markers == marker].tolist()) for marker in (1, 2))
     return bool(first & second)
@@ -42,8 +51,23 @@ def test_images_hold_both_labels_equally_often_and_equal_brightness():
     assert tokens.max() == 255
 
 
-def test_seed_decides_the_images():
-    one, same, other = (pathfinder(8, seed=seed) for seed in ([0, 1], [0, 1], [0, 2]))
+def test_distance_of_the_markers_does_not_tell_the_label():
+    """The same paths get markers of both labels, whose distances differ by at most 1/40 of the size and two pixels."""
+    shape = Pathfinder(**LARGE)
+    distances = []
+    for label in (0, 1):
+        images = module._images(np.random.default_rng(0), shape, np.full(6, label, np.int32)).reshape(-1, 96, 96)
+        centres = [ndimage.center_of_mass(marks > 0, marks, (1, 2)) for marks in map(markers_of, images)]
+        distances.append(np.array([np.hypot(*np.subtract(*pair)) for pair in centres]))
+    assert np.abs(distances[0] - distances[1]).max() < 96 / 40 + 2
+    assert np.ptp(distances[0]) > 10
+
+
+def test_seed_decides_the_images(monkeypatch):
+    monkeypatch.setattr(module, "_BATCH", 3)
+    one, other = (pathfinder(8, seed=seed) for seed in ([0, 1], [0, 2]))
+    monkeypatch.setattr(module, "ThreadPoolExecutor", lambda: ThreadPoolExecutor(1))
+    same = pathfinder(8, seed=[0, 1])
     assert (one.tokens == same.tokens).all()
     assert (one.labels == same.labels).all()
     assert (one.tokens != other.tokens).any(1).all()
