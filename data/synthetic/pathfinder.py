@@ -205,7 +205,7 @@ def _draw_path(
     start = generator.integers(low, high, (number, _PROPOSALS, 2))
     free = ~blocked[pending[:, None], _pixel(start, shape)]
     points[:, 0] = start[images, free.argmax(1)]
-    valid = free.any(1)
+    valid = np.asarray(free.any(1))
     heading = generator.integers(0, _HEADINGS, number)
     for step in range(count):
         turn = generator.integers(-largest, largest + 1, (number, _PROPOSALS))
