@@ -52,7 +52,7 @@ def test_images_hold_both_labels_equally_often_and_equal_brightness():
 
 
 def test_distance_of_the_markers_does_not_tell_the_label():
-    """The same paths get markers of both labels, whose distances differ by at most 1/40 of the size and two pixels."""
+    """Mark the same paths with both labels. The distances differ by at most 1/40 of the size and two pixels."""
     shape = Pathfinder(**LARGE)
     distances = []
     for label in (0, 1):
