@@ -13,13 +13,17 @@ import random
 import string
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .ruler_text import ADJECTIVES, NOISE, NOUNS, prose, word_pairs
 
-# Repeats of common and of other words in `cwe`, for texts of this many tokens or more, and for shorter ones.
-_CWE_LONG, _CWE_REPEATS, _CWE_REPEATS_SHORT = 4096, (30, 3), (6, 1)
+# `cwe`: repeats of common and of other words in the text and in its solved example, and the other words of the example. The
+# first row is for texts of this many tokens or more, the second one for shorter texts.
+_CWE_LONG = 4096
+_CWE_REPEATS = ((30, 3), (10, 3), 30), ((6, 1), (3, 1), 10)
 _CWE_ANSWERS, _VT_HOPS = 10, 4
+# Results of different versions do not compare. Version 2 has needles in noise on lines of their own.
+TEXTS_VERSION = 2
 _ZETA_2 = math.pi**2 / 6
 
 
@@ -33,6 +37,7 @@ class RulerExample:
         answer_prefix: beginning of the answer, the end of the prompt.
         answers: strings that a right answer contains.
         depth: place of the answer from 0 (begin of the haystack) to 1; None if it has several places.
+        written: the answers as the right continuation writes them; empty for a list with commas.
     """
 
     context: str
@@ -40,6 +45,7 @@ class RulerExample:
     answer_prefix: str
     answers: tuple[str, ...]
     depth: float | None = None
+    written: str = ""
 
     @property
     def prompt(self) -> str:
@@ -49,7 +55,7 @@ class RulerExample:
     @property
     def completion(self) -> str:
         """Return the right continuation of the prompt."""
-        return f" {', '.join(self.answers)}"
+        return f" {self.written or ', '.join(self.answers)}"
 
     @property
     def text(self) -> str:
@@ -195,8 +201,9 @@ def _needle_task(
         contents = _distinct(drawn, values, answers + others)
         depth = drawn.random() if text.depth is None else text.depth
         owners = [name for name in names[:num_keys] for _ in range(num_values)] + names[num_keys:]
+        end = " " if haystack == "prose" else "\n"
         needles = [
-            f"One of the special magic {values}s for {name} is: {content}. "
+            f"One of the special magic {values}s for {name} is: {content}.{end}"
             for name, content in zip(owners, contents, strict=True)
         ]
         if haystack == "needles":
@@ -227,7 +234,7 @@ def _variable_tracking(drawn: random.Random, units: int, _: _Haystack) -> RulerE
     names, example_names = names[: _VT_HOPS + 1], names[_VT_HOPS + 1 :]
 
     def parts(names: list[str], value: str, lines: int) -> RulerExample:
-        chain = [f"VAR {names[0]} = {value}. ", *(f"VAR {b} = VAR {a}. " for a, b in itertools.pairwise(names))]
+        chain = [f"VAR {names[0]} = {value}\n", *(f"VAR {b} = VAR {a}\n" for a, b in itertools.pairwise(names))]
         places = sorted(drawn.randint(0, lines) for _ in chain)
         text = _inserted([NOISE] * lines, chain, places)
         return RulerExample(
@@ -236,6 +243,7 @@ def _variable_tracking(drawn: random.Random, units: int, _: _Haystack) -> RulerE
             f" Answer: According to the chain(s) of variable assignment in the text above, {len(names)} variables are assigned "
             f"the value {value}, they are:",
             tuple(names),
+            written=" ".join(names),
         )
 
     return _with_example(parts(example_names, example_value, 2), parts(names, value, units))
@@ -243,25 +251,30 @@ def _variable_tracking(drawn: random.Random, units: int, _: _Haystack) -> RulerE
 
 def _common_words(drawn: random.Random, units: int, text: _Haystack) -> RulerExample:
     """Return a numbered list of words of which ten are frequent, after a short solved example. A unit is another word."""
-    common_repeats, repeats = _CWE_REPEATS if text.length >= _CWE_LONG else _CWE_REPEATS_SHORT
+    repeats, example_repeats, example_others = _CWE_REPEATS[text.length < _CWE_LONG]
     words = [*ADJECTIVES, *NOUNS]
     drawn.shuffle(words)
-    taken = 2 * _CWE_ANSWERS + 10
+    taken = 2 * _CWE_ANSWERS + example_others
     words += word_pairs(drawn, max(0, units + taken - len(words)))
 
-    def parts(common: list[str], others: list[str], common_repeats: int, repeats: int) -> RulerExample:
-        every = common * common_repeats + others * repeats
+    def parts(common: list[str], others: list[str], repeats: tuple[int, int]) -> RulerExample:
+        every = common * repeats[0] + others * repeats[1]
         drawn.shuffle(every)
         return RulerExample(
             "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-            f"appear most often.\n{' '.join(f'{number}. {word}' for number, word in enumerate(every, 1))}",
+            f"appear most often.\n{_numbered(every)}",
             f"\nQuestion: What are the {len(common)} most common words in the above list?",
             f" Answer: The top {len(common)} words that appear most often in the list are:",
             tuple(common),
+            written=_numbered(common),
         )
 
     common, example, others = words[:10], words[10:20], words[taken : taken + units]
-    return _with_example(parts(example, words[20:taken], 3, 1), parts(common, others, common_repeats, repeats))
+    return _with_example(parts(example, words[20:taken], example_repeats), parts(common, others, repeats))
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
 def _frequent_words(drawn: random.Random, units: int, _: _Haystack) -> RulerExample:
@@ -284,9 +297,7 @@ def _frequent_words(drawn: random.Random, units: int, _: _Haystack) -> RulerExam
 
 def _with_example(solved: RulerExample, example: RulerExample) -> RulerExample:
     """Return an example that begins with a solved one."""
-    return RulerExample(
-        f"{solved.text}\n\n{example.context}", example.question, example.answer_prefix, example.answers, example.depth
-    )
+    return replace(example, context=f"{solved.prompt}{solved.completion}\n\n{example.context}")
 
 
 def _place(pieces: Sequence[str], depth: float) -> int:

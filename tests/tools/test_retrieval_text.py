@@ -44,7 +44,7 @@ def test_texts_take_turns_over_the_tasks_and_end_with_their_answers(tmp_path, ca
     for number, record in enumerate(records):
         task, example = training_example(number, RETRIEVAL_TASKS, (1500, 4000), 0, len)
         assert (record["meta"]["pile_set_name"], record["text"]) == (task, example.text)
-        assert record["text"].endswith(f" {', '.join(example.answers)}.")
+        assert record["text"].endswith(f"{example.completion}.")
 
 
 def test_training_and_evaluation_draw_from_different_seeds():

@@ -81,7 +81,7 @@ def validation_text(loaded: LoadedModel, tokens: int) -> str:
 def check_lengths(lengths: Sequence[int]) -> None:
     """Raise ValueError for lengths below 1."""
     if min(lengths) < 1:
-        raise ValueError("--lengths 0: tokens of a text, 1 or more, are allowed")
+        raise ValueError(f"--lengths {min(lengths)}: tokens of a text, 1 or more, are allowed")
 
 
 def refuse_masked(located: LocatedCheckpoint | None) -> None:

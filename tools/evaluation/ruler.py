@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.synthetic.ruler import TASKS, RulerExample, make_example
+from data.synthetic.ruler import TASKS, TEXTS_VERSION, RulerExample, make_example
 from data.synthetic.ruler_text import prose
 from models.options import nearest_names
 from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_cells, write_cells
@@ -101,6 +101,7 @@ def run_ruler(
         "dtype": number_format(opened.lm.model),
         "samples": ruler.samples,
         "seed": ruler.seed,
+        "texts_version": TEXTS_VERSION,
         "filler": str(ruler.filler or "generated prose"),
         "filler_sha256": digest,
     }
@@ -237,6 +238,7 @@ def _settings(results: Mapping[str, Any]) -> dict[str, Any]:
         "number format": results["dtype"],
         "--samples": results["samples"],
         "--seed": results["seed"],
+        "texts of version": results.get("texts_version", 1),
         "filler": results["filler_sha256"] or results["filler"],
     }
 

@@ -30,7 +30,9 @@ def example(task: str, length: int = 1000, seed: int = 0, **options) -> RulerExa
 def test_text_with_answer_fills_the_length(task: str, length: int) -> None:
     made = example(task, length, 3)
     assert 0.88 * length < count(made.text) <= length
-    assert made.text == f"{made.context}{made.question}{made.answer_prefix} {', '.join(made.answers)}."
+    right = {"vt": " ".join(made.answers), "cwe": " ".join(f"{i}. {word}" for i, word in enumerate(made.answers, 1))}
+    right.setdefault(task, ", ".join(made.answers))
+    assert made.text == f"{made.context}{made.question}{made.answer_prefix} {right[task]}."
     reserved = example(task, length, 3, answer_tokens=200)
     assert 0.88 * length < count(reserved.prompt) + 200 <= length
 
@@ -91,16 +93,25 @@ def test_variables_are_one_chain() -> None:
     made = example("vt", seed=2)
     solved, text = made.context.split("\n\nMemorize", 1)
     value = re.search(r"assigned the value (\d+)", made.question)[1]
-    assert re.findall(r"VAR (\w+) = (\w+)\.", text) == [(made.answers[0], value)]
-    assert re.findall(r"VAR (\w+) = VAR (\w+)\.", text) == [(b, a) for a, b in itertools.pairwise(made.answers)]
+    assert re.findall(r"^VAR (\w+) = (\w+)$", text, re.M) == [(made.answers[0], value)]
+    assert re.findall(r"^VAR (\w+) = VAR (\w+)$", text, re.M) == [(b, a) for a, b in itertools.pairwise(made.answers)]
     assert not any(answer in solved for answer in made.answers)
     assert len(made.answers) == 5
 
 
-@pytest.mark.parametrize(("length", "common", "others"), [(1000, 6, 1), (5000, 30, 3)])
-def test_common_words_are_more_frequent_than_the_others(length: int, common: int, others: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "common", "others", "solved"), [(1000, 6, 1, {3: 10, 1: 10}), (5000, 30, 3, {10: 10, 3: 30})]
+)
+def test_common_words_are_more_frequent_than_the_others(
+    length: int, common: int, others: int, solved: dict[int, int]
+) -> None:
     made = example("cwe", length)
-    counts = Counter(re.findall(r"\d+\. (\S+)", made.context.split("\n\nBelow", 1)[1]))
+    first, second = made.context.split("\n\nBelow", 1)
+    in_list, _, right = first.partition("\nQuestion")
+    repeats = Counter(re.findall(r"\d+\. (\S+)", in_list))
+    assert Counter(repeats.values()) == solved
+    assert {repeats[word] for word in re.findall(r"\d+\. (\S+)", right)} == {max(solved)}
+    counts = Counter(re.findall(r"\d+\. (\S+)", second))
     assert {counts.pop(answer) for answer in made.answers} == {common}
     assert set(counts.values()) == {others}
     assert len(made.answers) == 10

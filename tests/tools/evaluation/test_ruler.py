@@ -119,6 +119,9 @@ def test_run_answers_resumes_and_merges(trained_run: Path, tmp_path: Path, monke
         assert command.main([*words, *more]) == 2
         assert f"{out} holds results of {message}" in capsys.readouterr().err
     assert json.loads(out.read_text()) == merged
+    out.write_text(json.dumps({key: value for key, value in merged.items() if key != "texts_version"}))
+    assert command.main(words) == 2
+    assert f"{out} holds results of texts of version 1, not 2" in capsys.readouterr().err
 
 
 def test_refused_requests(trained_run: Path, masked_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
