@@ -255,11 +255,21 @@ class ModelConfig:
         """Return why this model does not support context parallelism, or an empty string if it does."""
         if self.image_size is not None:
             return "an image classifier averages over all patches"
-        try:
-            check_context_parallel(self, 2, 1 << 30)
-        except ValueError as error:
-            return str(error)
+        from .mixers import MIXERS
+
+        supported = [name for name, mixer in MIXERS.items() if getattr(mixer, "supports_context_parallel", False)]
+        for name in self.mixers:
+            if name not in supported:
+                return (
+                    f"model.mixers: {name!r} does not support context parallelism; supported are {', '.join(supported)}"
+                )
         return ""
+
+    def conv_kernels(self) -> dict[str, int]:
+        """Return the kernel sizes of the mixers' causal convolutions, by config key, in tokens."""
+        options = {name: self.options_of(name) for name in self.mixers}
+        sizes = {name: getattr(given, "conv_kernel", 0) for name, given in options.items()}
+        return {f"model.mixer_options.{name}.conv_kernel": size for name, size in sizes.items() if size}
 
     @property
     def mlp_width(self) -> int:
@@ -269,32 +279,3 @@ class ModelConfig:
         if self.mlp not in ("gelu", "rwkv7"):
             return 256 * -(-8 * self.hidden_size // (3 * 256))
         return 4 * self.hidden_size
-
-
-def check_context_parallel(config: ModelConfig, count: int, length: int) -> None:
-    """Raise ValueError for a model or a sequence length that cannot be split over `count` context-parallel ranks.
-
-    A mixer declares support by `supports_context_parallel = True`. The message names the mixer or the lengths, and the
-    nearest possible choices.
-    """
-    if count == 1:
-        return
-    from .mixers import MIXERS
-
-    for name in dict.fromkeys(config.mixers):
-        if not getattr(MIXERS[name], "supports_context_parallel", False):
-            supported = [other for other in MIXERS if getattr(MIXERS[other], "supports_context_parallel", False)]
-            raise ValueError(
-                f"model.mixers: {name!r} does not support context parallelism; supported are {', '.join(supported)}"
-            )
-    if length % count:
-        raise ValueError(
-            f"sequence length {length} is not a multiple of {count} context-parallel ranks; nearest lengths that are: "
-            f"{length // count * count or count} or {-(-length // count) * count}"
-        )
-    reach = max(getattr(config.options_of(name), "conv_kernel", 1) - 1 for name in config.mixers)
-    if length // count < reach:
-        raise ValueError(
-            f"local shards of {length} / {count} = {length // count} tokens are too short: a convolution of this model reads "
-            f"{reach} tokens of the previous rank; use fewer context-parallel ranks or longer sequences"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -41,19 +41,21 @@ class Limits:
         num_layers: residual blocks; a pipeline stage holds at least one.
         sequence_length: a multiple of the context (and sequence-parallel) size.
         context_parallel_error: the reason why context parallelism is not supported; empty if it is.
+        conv_kernels: configuration key -> tokens of a convolution; all but one may lie in the previous shard.
     """
 
     sharded_sizes: Mapping[str, int]
     num_layers: int
     sequence_length: int
     context_parallel_error: str = ""
+    conv_kernels: Mapping[str, int] = field(default_factory=dict)
 
 
 def limits_of(model: Any, sequence_length: int) -> Limits:
-    """Return the limits of a model section that may define `sharded_sizes()`, `num_layers` and `context_parallel_error()`."""
-    sharded_sizes = getattr(model, "sharded_sizes", dict)
-    problem = getattr(model, "context_parallel_error", str)
-    return Limits(sharded_sizes(), getattr(model, "num_layers", 1), sequence_length, problem())
+    """Return the limits of a model section, which may define methods of their names and `num_layers`."""
+    parts = {"sharded_sizes": dict, "context_parallel_error": str, "conv_kernels": dict}
+    values = {name: getattr(model, name, empty)() for name, empty in parts.items()}
+    return Limits(num_layers=getattr(model, "num_layers", 1), sequence_length=sequence_length, **values)
 
 
 def layout_problems(layout: Layout, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -78,6 +80,14 @@ def layout_problems(layout: Layout, limits: Limits) -> Iterator[tuple[str, str]]
             f"splits every sequence into {parts} parts, which does not divide batch.sequence_length = "
             f"{limits.sequence_length}",
         )
+    shard = limits.sequence_length // layout.context
+    for key, size in limits.conv_kernels.items():
+        if layout.context > 1 and shard < size - 1:
+            yield (
+                "context",
+                f"= {layout.context} splits batch.sequence_length = {limits.sequence_length} into shards of {shard} tokens, "
+                f"fewer than the {size - 1} of the previous shard that {key} = {size} reads",
+            )
 
 
 def legal_layouts(processes: int, limits: Limits, *, sequence_parallel: bool = False) -> list[Layout]:

@@ -14,7 +14,7 @@ from ..layers.delta_rule_mixer import split_heads, unit_length
 from ..layers.projections import linear
 from ..operators.delta_rule.delta_rule import delta_rule
 from ..operators.varlen import token_shift, without_padding
-from ..options import ModelShape, option, require_at_least
+from ..options import ModelShape, option, require_at_least, require_positive
 from ..precision import to_accumulation_dtype
 
 
@@ -30,6 +30,7 @@ class RWKV7Options:
 
     def __post_init__(self) -> None:
         require_at_least("rwkv7", self, 1, "decay_low_rank", "rate_low_rank", "value_low_rank", "gate_low_rank")
+        require_positive("rwkv7", self, "norm_eps")
 
 
 class RWKV7(nn.Module):

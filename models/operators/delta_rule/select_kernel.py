@@ -106,7 +106,9 @@ def check_arguments(
         )
     for name, x, like in (("log_decay", log_decay, q), ("erase", erase, q), ("write", write, v)):
         if x is not None and x.shape not in (like.shape, like.shape[:3]):
-            raise ValueError(f"{name} {_shape(x)}: expected {list(like.shape[:3])} or {_shape(like)}")
+            raise ValueError(
+                f"{name} {_shape(x)}: expected {list(like.shape[:3])}, one per head, or {_shape(like)}, one per channel"
+            )
     if removal_key is not None and removal_key.shape != q.shape:
         raise ValueError(f"removal_key {_shape(removal_key)}: expected {_shape(q)}")
     sequences = q.shape[0]

@@ -82,6 +82,11 @@ def test_data_ranks_follow_from_the_model_ranks() -> None:
         (3, ["parallel.context=3"], r"3 parts, which does not divide batch.sequence_length = 64"),
         (
             2,
+            ["parallel.context=2", "model.mixers=[kda]", "model.mixer_options={kda: {conv_kernel: 34}}"],
+            r"context = 2 splits .* = 64 into shards of 32 tokens, fewer than the 33 .*kda.conv_kernel = 34 reads; nearest",
+        ),
+        (
+            2,
             ["parallel.tensor=2", "model.mixers=[mamba]"],
             r"does not divide model.mixer_options.mamba.groups = 1; nearest legal layouts: tensor 1 x pipeline 1",
         ),

@@ -109,6 +109,7 @@ def test_rwkv7_begins_as_the_released_models() -> None:
     [
         ("kda", {"num_value_heads": 6}, r"kda\.num_value_heads = 6 is not a multiple of .*num_heads = 4; .*: 4 or 8"),
         ("kda", {"head_dim": 5, "expand_v": 0.5}, r"kda\.expand_v = 0\.5: .* 2\.5 channels .* for example 2 / 5"),
+        ("rwkv7", {"norm_eps": 0.0}, r"rwkv7\.norm_eps = 0\.0: must be greater than 0"),
         ("gdn2", {"conv_kernel": 0}, r"gdn2\.conv_kernel = 0: must be at least 1"),
         ("delta_net", {"expand_v": 0.0}, r"delta_net\.expand_v = 0\.0: must be greater than 0"),
         (

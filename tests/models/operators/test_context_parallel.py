@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.config import ModelConfig, check_context_parallel
+from models.config import ModelConfig
 from models.language_model import LanguageModel
 from models.layers.embedding import LearnedPositions
 from models.layers.short_convolution import CausalConvolution
@@ -304,20 +304,12 @@ def config(*mixers: str, **options: Any) -> ModelConfig:
     return ModelConfig(vocab_size=8, num_layers=2, hidden_size=32, num_heads=4, mixers=mixers, mixer_options=given)
 
 
-def test_unsupported_splits_are_refused_by_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_context_parallel(config("metala", "lion"), 4, 64)
-    check_context_parallel(config("attention"), 1, 63)
-    check_context_parallel(config("metala", "attention"), 2, 64)
-    with pytest.raises(
-        ValueError, match=r"length 63 is not a multiple of 4 context-parallel ranks; nearest .* 60 or 64"
-    ):
-        check_context_parallel(config("metala"), 4, 63)
-    with pytest.raises(ValueError, match=r"local shards of 16 / 8 = 2 tokens are too short: .* reads 3 tokens"):
-        check_context_parallel(config("metala"), 8, 16)
-    check_context_parallel(config("metala", conv_kernel=3), 8, 16)
+def test_models_say_what_limits_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not config("metala", "attention").context_parallel_error()
+    assert config("kda", "attention", conv_kernel=7).conv_kernels() == {"model.mixer_options.kda.conv_kernel": 7}
     monkeypatch.setattr(MIXERS["attention"], "supports_context_parallel", False)
-    with pytest.raises(ValueError, match=r"'attention' does not support context parallelism; supported are delta_net,"):
-        check_context_parallel(config("metala", "attention"), 2, 64)
+    error = config("metala", "attention").context_parallel_error()
+    assert error.startswith("model.mixers: 'attention' does not support context parallelism; supported are delta_net,")
 
 
 def test_unsupported_splits_are_refused_in_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,10 @@ def make(foreign: Foreign, name: str, tensors: Mapping[str, Tensor], shape: tupl
     except RuntimeError as error:
         raise ValueError(f"{given} does not make {name} {list(shape)}: {error}") from error
     if tuple(made.shape) != shape:
-        raise ValueError(f"{given} makes {name} {list(made.shape)}, and config.json needs {list(shape)}")
+        raise ValueError(
+            f"{given} makes {name} {list(made.shape)}, and config.json needs {list(shape)}: correct the "
+            "sizes in config.json, or take the weights that belong to it"
+        )
     return made.contiguous()
 
 

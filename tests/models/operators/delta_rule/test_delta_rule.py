@@ -183,7 +183,10 @@ def test_sixteen_bits_keep_their_dtype_and_a_float32_state() -> None:
     ("wrong", "message"),
     [
         ({"k": (1, 8, 2, 4)}, "q .* k .* v .*: expected .*; repeat q and k for grouped value heads"),
-        ({"log_decay": (1, 8, 2, 1)}, r"log_decay \[1, 8, 2, 1\]: expected \[1, 8, 2\] or \[1, 8, 2, 5\]"),
+        (
+            {"log_decay": (1, 8, 2, 1)},
+            r"log_decay \[1, 8, 2, 1\]: expected \[1, 8, 2\], one per head, or \[1, 8, 2, 5\], one per",
+        ),
         ({"erase": (1, 8, 2, 6)}, r"erase \[1, 8, 2, 6\]: expected"),
         ({"write": (1, 8, 2, 5)}, r"write \[1, 8, 2, 5\]: expected"),
         ({"removal_key": (1, 8, 2)}, r"removal_key \[1, 8, 2\]: expected \[1, 8, 2, 5\]"),
