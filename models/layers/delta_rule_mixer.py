@@ -107,8 +107,8 @@ class DeltaRuleMixer(nn.Module):
     supports_context_parallel: ClassVar[bool] = True
     project_inputs_is_entry: ClassVar[bool] = True
     state_size: ClassVar[str] = "heads * dim_k * dim_v float32 and (kernel - 1) (2 key_dim + value_dim)"
-    # Every tensor-parallel rank uses the whole norm weight, and its heads compute a part of its gradient.
     fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    # Every tensor-parallel rank uses the whole norm weight, and its heads compute a part of its gradient.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

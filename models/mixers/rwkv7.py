@@ -48,8 +48,8 @@ class RWKV7(nn.Module):
     supports_context_parallel: ClassVar[bool] = True
     # The block hands the values of the first layer to the others.
     value_residual: ClassVar[bool] = True
-    # The token shift begins the parallel region. Every rank uses whole mixes and low-rank projections.
     fp8_projections: ClassVar[tuple[str, ...]] = ("r_proj", "k_proj", "v_proj", "out_proj")
+    # The token shift begins the parallel region. Every rank uses whole mixes and low-rank projections.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         **dict.fromkeys((f"mix_{name}" for name in "rwkvag"), "partial_grad"),
         "r_proj": "column",

@@ -109,6 +109,11 @@ def check_arguments(
             raise ValueError(
                 f"{name} {_shape(x)}: expected {list(like.shape[:3])}, one per head, or {_shape(like)}, one per channel"
             )
+    if write is None and erase.dim() == 4:
+        raise ValueError(
+            f"write = None with erase {_shape(erase)}: without a write gate, erase {list(q.shape[:3])} is the gate of both; "
+            f"give write {list(v.shape[:3])} or {_shape(v)}"
+        )
     if removal_key is not None and removal_key.shape != q.shape:
         raise ValueError(f"removal_key {_shape(removal_key)}: expected {_shape(q)}")
     sequences = q.shape[0]

@@ -189,11 +189,16 @@ def test_sixteen_bits_keep_their_dtype_and_a_float32_state() -> None:
         ),
         ({"erase": (1, 8, 2, 6)}, r"erase \[1, 8, 2, 6\]: expected"),
         ({"write": (1, 8, 2, 5)}, r"write \[1, 8, 2, 5\]: expected"),
+        (
+            {"write": None, "erase": (1, 8, 2, 5)},
+            r"write = None with erase \[1, 8, 2, 5\]: .* give write \[1, 8, 2\] or \[1, 8",
+        ),
         ({"removal_key": (1, 8, 2)}, r"removal_key \[1, 8, 2\]: expected \[1, 8, 2, 5\]"),
         ({"initial_state": (2, 2, 5, 6)}, r"initial_state \[2, 2, 5, 6\]: expected \[1, 2, 5, 6\]"),
     ],
 )
-def test_shapes_that_do_not_agree_are_refused(wrong: dict[str, tuple[int, ...]], message: str) -> None:
-    arguments = draw(8, "per channel", batch=1) | {name: torch.zeros(shape) for name, shape in wrong.items()}
+def test_shapes_that_do_not_agree_are_refused(wrong: dict[str, tuple[int, ...] | None], message: str) -> None:
+    changed = {name: None if shape is None else torch.zeros(shape) for name, shape in wrong.items()}
+    arguments = draw(8, "per channel", batch=1) | changed
     with pytest.raises(ValueError, match=message):
         delta_rule(**arguments)
