@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = {} if options.table or all(run.complete for run in runs) else _train(comparison, ladder, runs, options)
     if options.tune:
         return _report_rates(ladder, runs, failed)
-    if options.positions:
-        _measure_positions(comparison, runs, options)
+    if options.positions or options.recall:
+        _measure(comparison, runs, options)
     write_results(comparison, runs, options.file, options.page)
     for name, text in failed.items():
         print(f"\n{name} failed:\n{text}", file=sys.stderr)
@@ -188,13 +188,16 @@ def _train(
     return outcome.failed
 
 
-def _measure_positions(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> None:
-    """Measure the runs of the largest rung."""
-    from tools.compare.held_out import measure_positions
+def _measure(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> None:
+    """Measure the loss by position of the largest rung, and the recall of all runs, as the options say."""
+    from tools.compare.held_out import measure_positions, measure_recall
 
-    rung = list(comparison.rungs())[-1]
     device = "cpu" if _devices(options.devices or comparison.devices) == ["cpu"] else "cuda"
-    measure_positions([run for run in runs if run.size == rung], device)
+    if options.positions:
+        rung = list(comparison.rungs())[-1]
+        measure_positions([run for run in runs if run.size == rung], device)
+    if options.recall:
+        measure_recall(runs, device)
 
 
 def _plan_text(comparison: Comparison, runs: Sequence[Run]) -> str:
@@ -239,6 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--positions", action="store_true", help="after training, measure the loss by position of the largest size"
     )
+    parser.add_argument("--recall", action="store_true", help="after training, measure associative recall (MQAR)")
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="also write a ladder's results as a page, as docs/results/ladder.md"
     )

@@ -1,4 +1,4 @@
-"""Check the held-out sets of a ladder and measure what compressors make of them; measure the loss by position."""
+"""Check the held-out sets of a ladder, measure compressors on them; measure the loss by position and associative recall."""
 
 from __future__ import annotations
 
@@ -79,6 +79,20 @@ def measure_positions(runs: Sequence[Run], device: str) -> None:
             length = run.config.batch.sequence_length
             measured = loss_by_position(loaded, validation_text(loaded), length=length)
             write_text(path, json.dumps({"bins": measured.bins(8)}, indent=1) + "\n")
+
+
+def measure_recall(runs: Sequence[Run], device: str) -> None:
+    """Add the associative recall of every complete causal run with a checkpoint to the run's results file, once."""
+    from tools.evaluation.associative_recall import SUITE, add_recall
+    from tools.evaluation.results_file import RESULTS_FILE
+    from tools.loading.model import load_model
+
+    for run in runs:
+        path = run.folder / RESULTS_FILE
+        done = path.is_file() and SUITE in read_json(path, _REMEDY, "results")["results"]
+        causal = run.config.data.objective == "causal"
+        if run.complete and causal and not done and (run.folder / "checkpoints").is_dir():
+            add_recall(load_model(run.folder, device=device))
 
 
 def positions_of(run: Run) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def noise_of_difference(rows: Sequence[Row], metric: str) -> float:
 
 
 def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section:
-    """Return the scores that `eval.py` wrote for the runs of a rung, with chance and the correlation with the loss.
+    """Return the scores in the folders of a rung's runs, with chance and the correlation with the loss.
 
     The correlation is over all runs with the score, of every rung.
     """
@@ -89,12 +89,12 @@ def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section
             found = [measured[run.folder][key] for run in group if key in measured[run.folder]]
             row.append(_score(found) if found else "-")
         cells.append(row)
-    note = "Score ± standard error over the examples. Scores within two standard errors of chance show nothing. Correlation: "
-    note += f"of score and validation loss over all runs with the score, from {_FEW_RUNS} runs on."
-    header = ["task", "chance", "correlation with the loss", *of_rung]
-    missing = (
-        "Not measured: `python eval.py RUN --suite ruler` and other suites write scores to the folders of the runs."
+    note = (
+        "Score ± standard error over the examples, of fine-tuned models over the seeds. Scores within two standard errors of "
+        f"chance show nothing. Correlation: of score and validation loss over all runs with the score, from {_FEW_RUNS} runs on."
     )
+    header = ["task", "chance", "correlation with the loss", *of_rung]
+    missing = "Not measured: `--recall`, and `eval.py` and `tools.finetune_glue` with a run, write scores to the runs' folders."
     return Section(f"Zero-shot scores and recall at {rung}", header, cells, note if cells else missing)
 
 
@@ -124,11 +124,10 @@ def _by_source(here: Sequence[Row]) -> list[list[str]]:
 
 def _scores_of(run: Run) -> dict[Key, tuple[float, float | None, float | None]]:
     """Return score, standard error and chance by suite, task and metric; empty without a results file."""
-    path = run.folder / RESULTS_FILE
+    path, found = run.folder / RESULTS_FILE, _fine_tuned(run)
     if not path.is_file():
-        return {}
+        return found
     content = read_json(path, f"remove it; python eval.py {run.folder} writes it again", "results")
-    found = {}
     for suite, tasks in content["results"].items():
         for task, metrics in tasks.items():
             details = content.get("details", {}).get(suite, {}).get(task, {})
@@ -136,6 +135,20 @@ def _scores_of(run: Run) -> dict[Key, tuple[float, float | None, float | None]]:
                 if isinstance(value, int | float) and metric in details:
                     detail = details[metric]
                     found[suite, task, metric] = float(value), detail.get("stderr"), detail.get("chance")
+    return found
+
+
+def _fine_tuned(run: Run) -> dict[Key, tuple[float, float | None, float | None]]:
+    """Return mean and standard error over the seeds that `tools.finetune_glue` wrote for a run."""
+    found: dict[Key, tuple[float, float | None, float | None]] = {}
+    for path in sorted(run.folder.glob("*/glue.json")):
+        tasks = read_json(path, f"remove it; tools.finetune_glue {run.folder} writes it again", "runs")["runs"]
+        for task, seeds in tasks.items():
+            for metric in dict.fromkeys(metric for values in seeds.values() for metric in values):
+                values = [values[metric] for values in seeds.values() if values.get(metric) is not None]
+                if values:
+                    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+                    found["fine-tuned", f"{task} after fine-tuning", metric] = statistics.mean(values), error, None
     return found
 
 

@@ -1,4 +1,4 @@
-"""Define the tasks of GLUE (Wang et al. 2019, arXiv 1804.07461): columns, labels, splits and official metrics."""
+"""Define the tasks of fine-tuning: GLUE (Wang et al. 2019, arXiv 1804.07461) and IMDb reviews (Maas et al. 2011)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from data.corpus.discovery import check_hub
@@ -52,6 +53,7 @@ TASKS: dict[str, Task] = {
     "mrpc": Task(_PAIR, 2, ("accuracy", "f1"), _PLAIN),
     "cola": Task(("sentence",), 2, ("matthews",), _PLAIN),
     "stsb": Task(_PAIR, 1, ("pearson", "spearman"), _PLAIN),
+    "imdb": Task(("text",), 2, ("accuracy",), {"test": ""}),
 }
 
 
@@ -77,7 +79,7 @@ def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
 
 
 def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
-    """Return the rows of a split of `folder`/name/split.jsonl.gz (or .jsonl), or of the hub.
+    """Return the rows of a split of `folder`/name/split.jsonl.gz (or .jsonl.zst, .jsonl), or of the hub.
 
     Raises FileNotFoundError naming the file; ValueError for a damaged or empty file, a missing column, an unknown label, or
     a hub that cannot be reached.
@@ -102,32 +104,34 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
 
 def _rows_of_hub(name: str, split: str) -> list[Row]:
     advice = f"Without the hub, put {name}/{split}.jsonl.gz into a folder and give --data FOLDER"
-    check_hub(f"{name}, {split}", HUB, advice)
+    place = ("stanfordnlp/imdb",) if name == "imdb" else (HUB, name)
+    check_hub(f"{name}, {split}", place[0], advice)
     from datasets import load_dataset
 
     try:
-        return [dict(row) for row in load_dataset(HUB, name, split=split)]
+        return [dict(row) for row in load_dataset(*place, split=split)]
     except Exception as error:  # errors of datasets, of the network and of file formats
-        raise ValueError(f"{name}, {split}: the library datasets cannot open {HUB}: {error}. {advice}") from error
+        raise ValueError(f"{name}, {split}: the library datasets cannot open {place[0]}: {error}. {advice}") from error
 
 
 def split_file(name: str, split: str, folder: Path) -> Path:
     """Return the file that `read_split` reads. Raises FileNotFoundError naming it."""
-    zipped, plain = folder / name / f"{split}.jsonl.gz", folder / name / f"{split}.jsonl"
-    for path in (zipped, plain):
+    paths = [folder / name / f"{split}.jsonl{suffix}" for suffix in (".gz", ".zst", "")]
+    for path in paths:
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{zipped} does not exist: put the split there, or leave --data out to read the hub")
+    raise FileNotFoundError(f"{paths[0]} does not exist: put the split there, or leave --data out to read the hub")
 
 
 def _read_lines(path: Path) -> list[Row]:
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": zstandard.open}
+    with openers.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
         rows, number = [], 0
         try:
             for number, line in enumerate(file, 1):  # noqa: B007
                 if line.strip():
                     rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except (ValueError, TypeError, EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
             raise ValueError(f"{path} is damaged: line {number} or the next is no object of JSON ({error})") from error
         return rows
 

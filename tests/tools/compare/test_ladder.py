@@ -244,7 +244,7 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     assert "| Softmax |    9 | 1.690 [1.690, 1.690]" in document
     assert "Within 0.01 nats: 1 of 1; mean absolute difference 0.0000." in document
     assert f"{1 - loss / 6:.1%}" in document
-    assert "Not measured: `python eval.py RUN --suite ruler`" in document
+    assert "Not measured: `--recall`, and `eval.py`" in document
     assert f" {loss + 2:.4f} |" in document
     assert "## Loss by source at 40m-10x" in document
     assert "| 9 to 16  |  4.0000 |" in document
@@ -331,9 +331,13 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
             content = {"results": {"ruler": {"niah": {"score": value}}}, "details": {}}
             content["details"] = {"ruler": {"niah": {"score": {"stderr": 0.125, "chance": 0.25}}}}
             (run.folder / "results.json").write_text(json.dumps(content))
+    glue = {"runs": {"imdb": {"pretrained/0": {"accuracy": 0.8}, "pretrained/1": {"accuracy": 0.9}}}}
+    (runs[8].folder / "imdb").mkdir()
+    (runs[8].folder / "imdb" / "glue.json").write_text(json.dumps(glue))
     section = scores("40m-10x", runs, results)
+    assert section.rows[0] == ["imdb after fine-tuning, accuracy", "-", "-", "0.850 ± 0.050"]
     assert list(section.header) == ["task", "chance", "correlation with the loss", "Softmax"]
-    (row,) = section.rows
+    row = section.rows[1]
     assert row[:3] == ["niah, score", "0.250", "-1.00"]
     assert row[3] == f"{10 - law(4e7, 4e8):.3f} ± 0.125"
     assert not scores("5m-10x", runs, []).rows

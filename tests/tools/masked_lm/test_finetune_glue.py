@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import zstandard
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
@@ -64,7 +65,7 @@ def test_default_recipe_is_that_of_the_paper() -> None:
     epochs = {"mnli": 3, "qnli": 10, "qqp": 5, "rte": 2, "sst2": 3, "mrpc": 10, "cola": 10, "stsb": 8}
     assert {name: task.epochs for name, task in recipe.tasks.items()} == epochs
     assert {name for name, task in recipe.tasks.items() if task.start == "mnli"} == {"rte", "mrpc", "stsb"}
-    assert set(epochs) == set(TASKS)
+    assert {*epochs, "imdb"} == set(TASKS)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,20 @@ def test_real_labels_are_read(tmp_path: Path) -> None:
     row = {"sentence1": "a", "sentence2": "b", "label": 3.25}
     (tmp_path / "stsb" / "train.jsonl").write_text(json.dumps(row))
     assert read_split("stsb", "train", tmp_path) == [row]
+
+
+def test_imdb_reviews_are_read_and_their_recipe_is_valid(tmp_path: Path) -> None:
+    recipe = finetune_glue.load_recipe(finetune_glue.RECIPE.with_name("imdb.yml"))
+    assert list(recipe.tasks) == ["imdb"]
+    assert glue_training.splits_read("imdb", None) == ["train", "test"]
+    (tmp_path / "imdb").mkdir()
+    row = {"text": "a review", "label": 1}
+    content = zstandard.compress(json.dumps(row).encode())
+    (tmp_path / "imdb" / "test.jsonl.zst").write_bytes(content)
+    assert read_split("imdb", "test", tmp_path) == [row]
+    (tmp_path / "imdb" / "train.jsonl.zst").write_bytes(b"no zstandard")
+    with pytest.raises(ValueError, match=r"train\.jsonl\.zst is damaged"):
+        read_split("imdb", "train", tmp_path)
 
 
 def test_hold_out_without_a_training_row_is_refused(data: Path) -> None:
