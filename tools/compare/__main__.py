@@ -95,7 +95,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page:
         sections, files = write_ladder(comparison, comparison.ladder, runs, results, rows)
         text, written = f"{markdown(sections)}\n{text}", written + files
         if page is not None:
-            command = f"python -m tools.compare {file} --positions"
+            command = f"python -m tools.compare {file}"
             parts = [f"# {comparison.title}\n", launch_note(comparison.folder) + "\n", *([f"{note}\n"] if note else [])]
             write_text(page, "\n".join([*parts, markdown(sections, command)]))
             written.append(page)

@@ -16,7 +16,7 @@ from tools.compare.results import Result, Row, ranked, rows_of
 from tools.compare.rungs import Ladder
 from tools.compare.scaling_fit import ScalingFit
 from tools.compare.spec import Comparison, Run
-from tools.compare.tuning import rates_table
+from tools.compare.tuning import RATES_TITLE, rates_table
 from tools.reporting.runs_page import Section, picture_html, table_html, write_page
 from tools.reporting.style import label_lines, log_axes, saved_figure, series_style
 from tools.reporting.tables import markdown_table
@@ -48,11 +48,12 @@ def write_ladder(
 
 
 def markdown(sections: Sequence[Section], command: str = "") -> str:
-    """Return the tables as Markdown. command: stands below every title."""
+    """Return the tables as Markdown. command: stands below every title, with the option that makes the table."""
     parts = []
     for section in sections:
         parts.append(f"## {section.title}\n")
-        parts += [f"    {command}\n"] if command else []
+        option = "--tune" if section.title == RATES_TITLE else "--positions --recall"
+        parts += [f"    {command} {option}\n"] if command else []
         if section.rows:
             parts.append(
                 markdown_table(section.header, section.rows, text_columns=section.text_columns, aligned=True) + "\n"

@@ -15,6 +15,7 @@ from tools.compare.spec import Comparison, Run
 from tools.reporting.runs_page import Section
 
 FILE = "learning_rates.json"
+RATES_TITLE = "Learning rates"
 _REMEDY = "remove it; --tune writes it again"
 
 
@@ -112,7 +113,7 @@ def rates_table(comparison: Comparison) -> Section:
         note += f" {size}: {_rate(comparison, size):.3g}, with the factor of {source}."
     if edges:
         note += f" The best rate of {', '.join(edges)} is at the end of the grid: add factors to `ladder.tuning`."
-    return Section("Learning rates", ["size", "learning rate", "mean loss", *labels, ""], rows, note)
+    return Section(RATES_TITLE, ["size", "learning rate", "mean loss", *labels, ""], rows, note)
 
 
 def _sections(comparison: Comparison) -> tuple[Ladder, Tuning]:

@@ -359,7 +359,9 @@ def test_page_holds_the_launches_and_a_command_for_every_table(tmp_path: Path, m
     )
     titles = [part.splitlines() for part in text.split("## ")[1:]]
     assert titles[0][0] == "Which mixer for which purpose, at 40m-10x"
-    assert all(lines[2] == "    python -m tools.compare ladder.yml --positions" for lines in titles)
+    commands = {lines[0]: lines[2] for lines in titles}
+    assert commands.pop("Learning rates") == "    python -m tools.compare ladder.yml --tune"
+    assert set(commands.values()) == {"    python -m tools.compare ladder.yml --positions --recall"}
     saved = json.loads((tmp_path / "results.json").read_text())
     assert [line["seconds"] for line in saved["launches"]] == [300, 100, 300]
     assert main([str(EXPERIMENTS / "compare_lm.yml"), "--page", "x.md", "--plan"]) == 2
