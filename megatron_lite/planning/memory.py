@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
 BATCH = 1 << 27  # elements per batch of Newton-Schulz steps (optim/muon.py)
-BUCKET = 500_000_000  # elements per reduction bucket, the default of DeepSpeed (deepspeed_setup.py)
+BUCKET = 500_000_000  # elements per reduction bucket, the default of DeepSpeed (engine/deepspeed.py)
 LIVE_PARAMETERS = 1_000_000_000  # parameters that ZeRO 3 keeps gathered (stage3_max_live_parameters)
 
 
@@ -117,7 +117,7 @@ def state_bytes(parameters: int, setting: Setting, matrices: int = 0) -> dict[st
         parts["gradients"] = 0.0 if setting.released else 4.0 * parameters
     else:
         parts["gradients"] = 0.0  # allocated in every step: see `step_bytes`
-    # With ZeRO 1 and 2 the bf16 weights share memory with the master weights (`share_weights` in deepspeed_setup.py).
+    # With ZeRO 1 and 2 the bf16 weights share memory with the master weights (`share_weights` in engine/deepspeed.py).
     per_parameter = (12 if not setting.narrow else 6 if stage == 3 else 4) + 4 * setting.averaged
     parts["optimizer"] = per_parameter * parameters / n
     parts["optimizer"] -= ((4 if setting.narrow else 8) - setting.momentum) * matrices / n
@@ -262,7 +262,7 @@ def _narrow_gradient_bytes(parameters: int, setting: Setting, buckets: float) ->
     earlier = 0.0 if not summed else partition if cut else 2.0 * parameters  # gradients of previous micro-batches
     again = earlier if cut else 0.0  # ZeRO 2 adds the last micro-batch itself; with ZeRO 1 autograd accumulates
     if n == 1:
-        # On a GPU, ZeRO 1 reads the gradients in place (bf16_optimizer.py).
+        # On a GPU, ZeRO 1 reads the gradients in place (optim/bf16_optimizer.py).
         copied = 0.0 if setting.released and not cut else 2.0
         return _GradientBuffers(
             earlier, earlier, 0.0 if summed and not cut else 2.0, (2.0 + copied) * parameters + again

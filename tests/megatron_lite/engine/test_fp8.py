@@ -12,7 +12,7 @@ from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config.fp8_schema import Fp8Config, fp8_problems
 from megatron_lite.config.schema import ParallelConfig, PrecisionConfig
 from megatron_lite.engine.precision import fp8_summary, is_fp8_layer
-from megatron_lite.parallel.fp8_projections import check_device, select_projections
+from megatron_lite.parallel.fp8_projections import check_device, select_projections, use_fp8
 from models.language_model import build_layer, layer_specs
 from models.mixers import MIXERS
 from tests.megatron_lite.conftest import batches, model_config
@@ -77,6 +77,25 @@ def test_every_mixer_declares_projections_without_gates_and_decays(mixer):
     assert ("gate_proj" in in_mixer) == (mixer == "metala")  # measured: its loss in FP8 is that in bf16
     assert not [name for name in in_mixer if name.endswith(("_down", "_up")) or "decay" in name]
     assert {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"} <= set(selected)
+
+
+def test_output_gate_of_metala_adds_as_much_error_as_the_output_projection():
+    """Measure the relative error of a layer's output with initial weights, beside the layer without FP8."""
+    config = model_config(hidden_size=256, num_heads=4)
+    x = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0))
+
+    def output(*names: str) -> torch.Tensor:
+        mixer = build_layer(layer_specs(config)[1], 1, 0).mixer
+        use_fp8(mixer, names)
+        return mixer(x).detach()
+
+    def error(*names: str) -> float:
+        return ((output(*names) - output()).norm() / output().norm()).item()
+
+    others = ("q_proj", "v_proj", "out_proj")
+    assert error("gate_proj") == pytest.approx(error("out_proj"), rel=0.1) == pytest.approx(0.038, rel=0.1)
+    assert error(*others) == pytest.approx(0.078, rel=0.1)
+    assert error(*others, "gate_proj") == pytest.approx(0.088, rel=0.1)
 
 
 def test_first_and_last_blocks_stay_in_bf16():
