@@ -11,7 +11,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_lite.config.files import CONFIGS, ConfigError
 from models.options import nearest_names
@@ -60,6 +60,7 @@ class Recipe(_Section):
     lrs: tuple[FromZero, ...] | None = None
     weight_decays: tuple[FromZero, ...] | None = None
     epochs: int | None = Field(default=None, ge=1)
+    epoch_steps: int | None = Field(default=None, ge=1)
     evaluate_every: int | None = Field(default=None, ge=1)
     batch_size: int | None = Field(default=None, ge=1)
     warmup_steps: int | None = Field(default=None, ge=0)
@@ -108,9 +109,10 @@ class Experiment(_Section):
     decayed: Literal["all", "matrices"]
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     epochs: int = Field(ge=1)
+    epoch_steps: int | None = Field(default=None, ge=1)
     evaluate_every: int = Field(default=1, ge=1)
     target: float | None = Field(default=None, gt=0, le=1)
-    scored: Literal["last", "least_perplexity"] = "last"
+    scored: Literal["last", "least_perplexity", "best_validation"] = "last"
     batch_size: Positive | dict[int, Positive]
     drop_last: bool = True
     data: dict[str, Any] = Field(default_factory=dict)
@@ -126,6 +128,14 @@ class Experiment(_Section):
     side_by_side: int | None = Field(default=None, ge=1)
     graph: bool = True
     paper: Paper = Paper()
+
+    @model_validator(mode="after")
+    def _check_scored(self) -> Experiment:
+        if self.scored == "best_validation" and not self.classifies:
+            raise ValueError(
+                f"scored = best_validation: the suite {self.suite} has no validation set; last and least_perplexity are allowed"
+            )
+        return self
 
     @property
     def classifies(self) -> bool:
@@ -156,6 +166,7 @@ class Run:
     Attributes:
         data: arguments of the task's generator except `length`, and the numbers of examples.
         network: keys of `models.config.ModelConfig` and of `tools.synthetic.network`.
+        epoch_steps: steps per epoch, on other examples each epoch; None for all examples.
     """
 
     suite: str
@@ -179,6 +190,7 @@ class Run:
     scored: str = "last"
     schedule: str = "cosine"
     drop_last: bool = True
+    epoch_steps: int | None = None
 
     @property
     def classifies(self) -> bool:
@@ -204,7 +216,8 @@ class Run:
     def steps_per_epoch(self) -> int:
         """Return optimizer steps per epoch. drop_last leaves an incomplete batch out, of other examples each epoch."""
         examples = int(self.data["train_examples"])
-        return max(1, examples // self.batch_size) if self.drop_last else -(-examples // self.batch_size)
+        steps = max(1, examples // self.batch_size) if self.drop_last else -(-examples // self.batch_size)
+        return min(steps, self.epoch_steps or steps)
 
     @property
     def steps(self) -> int:
@@ -293,6 +306,7 @@ def _runs_of_model(
             scored=experiment.scored,
             schedule=experiment.schedule,
             drop_last=experiment.drop_last,
+            epoch_steps=experiment.epoch_steps,
         )
         for width, seed in product(widths, experiment.seeds)
         for lr, decay in product(sorted({*experiment.lrs, *extra}), experiment.weight_decays)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .experiment import Experiment, Run
-from .report import model_label
+from .report import best_line, model_label
 from .results import Results
 
 # Model name -> accuracy history of the best run of each sweep.
@@ -24,7 +24,7 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
     for sweep in sweeps:
         lines = results.of(sweep)
         if lines:
-            best = max(lines, key=lambda line: line["accuracy"])
+            best = best_line(sweep[0], lines)
             # Each task of Long Range Arena has its width.
             width = 0 if experiment.suite == "lra" else sweep[0].width
             panel = panels_data.setdefault((width, sweep[0].task), {})

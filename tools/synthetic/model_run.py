@@ -89,7 +89,7 @@ class ModelRun:
         )
         self.network: Network | Classifier = network.to(device)
         self.dropout_generator: torch.Generator | None = None
-        if network.embedding_dropout or network.attention_dropout:
+        if network.embedding_dropout or network.attention_dropout or network.residual_dropout:
             self.dropout_generator = network.dropout_generator = torch.Generator(device)
         if device.type == "cuda":
             # Needs fewer kernels. On a CPU the result of larger matmuls would depend on the number of threads.

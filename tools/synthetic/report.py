@@ -11,7 +11,7 @@ from typing import Any
 from tools.reporting.tables import markdown_table
 
 from .experiment import Experiment, Run
-from .results import Results
+from .results import Line, Results
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ Cells = dict[tuple[str, str, int], Cell]
 
 _CAPTIONS = {
     "mad": "best test accuracy of a sweep in percent, averaged over the settings of a task",
-    "lra": "test accuracy in percent after the last epoch, at the best width and learning rate",
+    "lra": "test accuracy in percent at the best width and learning rate",
 }
 _LABELS = {
     "based": "Based",
@@ -82,7 +82,7 @@ def cells_of(sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
         expected[key] = expected.get(key, 0) + 1
         lines = results.of(sweep)
         if lines:
-            best = max(lines, key=lambda line: line["accuracy"])
+            best = best_line(first, lines)
             seeds.setdefault(key, []).append((100 * best["accuracy"], best["lr"], not results.pending(sweep)))
     return {
         key: Cell(
@@ -93,6 +93,11 @@ def cells_of(sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
         )
         for key, results_of_seeds in seeds.items()
     }
+
+
+def best_line(run: Run, lines: Sequence[Line]) -> Line:
+    """Return the result of a sweep: the line of best validation accuracy, or without validation set of best accuracy."""
+    return max(lines, key=lambda line: line["best_accuracy" if run.classifies else "accuracy"])
 
 
 def mad_scores(experiment: Experiment, cells: Cells, sweeps: Sequence[Sequence[Run]]) -> Cells:

@@ -114,9 +114,12 @@ def train_together(
 
 
 def _scored(history: list[Evaluation], which: str) -> int:
-    """Return the index of the evaluation that counts: the last, or the first with the least perplexity."""
+    """Return the index of the evaluation that counts: the last, or the first with the best value."""
     if which == "last":
         return len(history) - 1
+    if which == "best_validation":
+        accuracies = [evaluation.accuracy for evaluation in history]
+        return accuracies.index(max(accuracies))
     perplexities = [math.inf if math.isnan(evaluation.perplexity) else evaluation.perplexity for evaluation in history]
     return perplexities.index(min(perplexities))
 

@@ -24,6 +24,8 @@ from .run_checkpoint import TimeUpError, remove_checkpoints
 
 # A worker's message: its kind ("progress", "done", "failed", "stopped") and its content.
 Message = tuple[str, Any]
+# Seconds after the time limit in which processes end their epoch and save. A longer epoch is interrupted.
+_GRACE = 60.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def train_groups(
 
     Args:
         devices: one process per entry; a device may appear twice. A single device is used in this process.
-        seconds: time limit. Groups that are not finished stop (in a single process: at the end of an epoch).
+        seconds: time limit. Groups that are not finished stop and save at the end of an epoch.
         progress: called with the steps that were done or are no longer needed, and a status text.
         finished: called with each finished group and its result lines.
     """
@@ -140,7 +142,7 @@ def train_groups(
         while (group := next_group()) is not None:
             trainer.train(group, partial(receive, group, [0]))
         return failed
-    with _worker_processes(devices, graph, checkpoint_folder) as workers:
+    with _worker_processes(devices, graph, checkpoint_folder, end) as workers:
         busy: dict[Any, tuple[Group, list[int]]] = {}
         idle = list(workers)
         while True:
@@ -150,7 +152,7 @@ def train_groups(
                 busy[connection] = (group, [0])
             if not busy:
                 return failed
-            ready: list[Any] = wait(list(busy), None if end == math.inf else max(0.0, end - time.monotonic()))
+            ready: list[Any] = wait(list(busy), None if end == math.inf else max(0.0, end + _GRACE - time.monotonic()))
             if not ready:
                 return failed
             for connection in ready:
@@ -285,14 +287,16 @@ def _without_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def _worker_processes(devices: Sequence[str], graph: bool, checkpoint_folder: Path) -> Iterator[dict[Any, Any]]:
+def _worker_processes(
+    devices: Sequence[str], graph: bool, checkpoint_folder: Path, end: float
+) -> Iterator[dict[Any, Any]]:
     """Start one process per device and yield {connection: process}. End the processes at exit."""
     context = multiprocessing.get_context("spawn")
     workers: dict[Any, Any] = {}
     try:
         for device in devices:
             parent_end, worker_end = context.Pipe()
-            arguments = (worker_end, device, graph, len(devices), checkpoint_folder)
+            arguments = (worker_end, device, graph, len(devices), checkpoint_folder, end)
             process = context.Process(target=_work, args=arguments, daemon=True)
             with _without_interrupts():
                 process.start()
@@ -307,7 +311,9 @@ def _worker_processes(devices: Sequence[str], graph: bool, checkpoint_folder: Pa
             process.kill()
 
 
-def _work(connection: Connection, device: str, graph: bool, processes: int, checkpoint_folder: Path) -> None:
+def _work(
+    connection: Connection, device: str, graph: bool, processes: int, checkpoint_folder: Path, end: float
+) -> None:
     trainer: Trainer | None = None
 
     def send(message: Message) -> None:
@@ -325,7 +331,7 @@ def _work(connection: Connection, device: str, graph: bool, processes: int, chec
         if group is None:  # sent after the group had ended
             continue
         try:
-            trainer = trainer or Trainer(device, graph, processes, checkpoint_folder)
+            trainer = trainer or Trainer(device, graph, processes, checkpoint_folder, end)
         except Exception as error:
             connection.send(("failed", f"{type(error).__name__}: {error}"))
             continue

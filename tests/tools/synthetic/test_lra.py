@@ -16,11 +16,14 @@ from tools.synthetic.classification import TASKS
 from tools.synthetic.experiment import load_experiment, plan
 from tools.synthetic.model_run import ModelRun
 from tools.synthetic.network import Classifier, model_config
+from tools.synthetic.run_checkpoint import Evaluation
+from tools.synthetic.training import _scored
 
 SMALL_PATHS = (
     "tasks=[pathfinder]",
     "models=[metala]",
-    "settings.pathfinder={widths: [16], lrs: [1e-3], epochs: 1, batch_size: 8, network: {num_layers: 1, intermediate_size: 16}, "
+    "settings.pathfinder={widths: [16], lrs: [1e-3], epochs: 2, epoch_steps: 1, batch_size: 8, "
+    "network: {num_layers: 1, intermediate_size: 16}, "
     "data: {train_examples: 16, validation_examples: 4, test_examples: 4, vocabulary: 257, length: 256, size: 16, dashes: 3, "
     "distractors: 1, distractor_dashes: 2}}",
     "devices=[cpu]",
@@ -53,17 +56,17 @@ def test_recipes_are_those_of_one_model():
     runs = plan(load_experiment("lra", [f"tasks=[{tasks}]", f"models=[{models}]"]), "bf16")
     assert len(runs) == 42
     settings = {
-        run.task: (run.width, run.network["num_layers"], run.batch_size, run.epochs, run.weight_decay)
+        run.task: (run.width, run.network["num_layers"], run.batch_size, run.steps, run.weight_decay)
         for run in runs
         if run.model == "lion_s_hippo"
     }
     assert settings == {
-        "listops": (128, 8, 50, 40, 0.04),
-        "text": (256, 6, 50, 35, 0.07),
-        "retrieval": (128, 6, 32, 20, 0.05),
-        "image": (512, 6, 50, 250, 0.07),
-        "pathfinder": (192, 6, 64, 200, 0.03),
-        "path_x": (128, 6, 32, 75, 0.06),
+        "listops": (128, 8, 50, 40 * 1920, 0.04),
+        "text": (256, 6, 50, 35 * 480, 0.07),
+        "retrieval": (128, 6, 32, 20 * 4596, 0.05),
+        "image": (512, 6, 50, 250 * 900, 0.07),
+        "pathfinder": (192, 6, 64, 200 * 2500, 0.03),
+        "path_x": (128, 6, 32, 75 * 5000, 0.06),
     }
     for run in runs:
         config = model_config(run)
@@ -125,6 +128,7 @@ def test_class_of_a_pair_is_computed_from_both_texts():
 def test_residual_dropout_acts_on_mixers_and_mlps_in_training_only():
     (run,) = plan(load_experiment("lra", [*SMALL_PATHS, "network.residual_dropout=0.5"]), "fp32")
     model_run = ModelRun(run, torch.device("cpu"))
+    assert model_run.dropout_generator is not None, "a resumed run drops the same elements"
     tokens = torch.from_numpy(generate(run)[0].tokens[:2]).long()
     network = model_run.network
     one, same = (network.logits(tokens, None) for _ in range(2))
@@ -145,6 +149,7 @@ def test_the_command_trains_and_writes_the_table(tmp_path, capsys):
     assert evaluation.main(words) == 0
     (line,) = map(json.loads, (tmp_path / "out/results.jsonl").read_text().splitlines())
     assert (line["suite"], line["task"], line["model"]) == ("lra", "pathfinder", "metala")
+    assert (line["steps"], line["epochs"]) == (2, 2), "epochs of one step"
     table = (tmp_path / "out/results.md").read_text()
     assert f"| MetaLA | {100 * line['accuracy']:.1f} |" in table
     assert "91.66" in table
@@ -166,6 +171,13 @@ def test_the_command_trains_and_writes_the_table(tmp_path, capsys):
 def test_wrong_settings_are_refused(word, message, capsys):
     assert evaluation.main(["--suite", "lra", "--dry-run", *SMALL_PATHS, word]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_epoch_of_best_validation_accuracy_is_scored():
+    history = [Evaluation(*values) for values in ((0.3, 2.0, 0.9), (0.5, 3.0, 0.4), (0.5, 1.0, 0.6), (0.1, 1.0, 0.8))]
+    assert _scored(history, "best_validation") == 1
+    with pytest.raises(ConfigError, match="scored = best_validation: the suite mqar has no validation set"):
+        load_experiment("mqar", ["scored=best_validation"])
 
 
 def test_override_that_a_task_replaces_is_refused():

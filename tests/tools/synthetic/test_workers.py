@@ -189,16 +189,21 @@ def test_a_failed_group_is_reported_and_the_others_continue(runs: Runs, tmp_path
     assert list(results.lines) == [good.id, also_good.id]
 
 
-def test_time_limit_stops_training(runs: Runs, tmp_path: Path) -> None:
-    """Processes are ended in the middle, one process at the end of an epoch, from where it goes on."""
+def test_time_limit_stops_training(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save in every process at the end of an epoch, from where the run goes on."""
     long = runs("epochs=100000", "target=null", "widths=[16,32]")
     results = Results(tmp_path / "results.jsonl")
     groups = [Group((run,), (run,)) for run in long]
     begin = time.monotonic()
-    assert train_groups(groups, results, ["cpu", "cpu"], seconds=0.5) == []
-    assert time.monotonic() - begin < 150
     assert train_groups(groups, results, ["cpu"], seconds=0) == []
+    assert time.monotonic() - begin < 150
     assert not (tmp_path / "unfinished").exists()
+    monkeypatch.setattr("tools.synthetic.workers._GRACE", 600.0)
+    assert train_groups(groups, results, ["cpu", "cpu"], seconds=2) == []
+    saved = list((tmp_path / "unfinished").iterdir())
+    assert {path.stem for path in saved} == {run.id for run in long}
+    for path in saved:
+        path.unlink()
     reported: list[str] = []
     for _ in range(2):
         begin = time.monotonic()
