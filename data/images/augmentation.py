@@ -100,7 +100,10 @@ def _shorter_side(image: Image.Image, side: int) -> Image.Image:
 
 
 def _random_box(image: Image.Image, min_area: float, random: np.random.Generator) -> tuple[int, int, int, int]:
-    """Return (left, top, right, bottom) of a random area and aspect ratio; the centre if no try fits."""
+    """Return (left, top, right, bottom) of a random area and aspect ratio.
+
+    If no try fits, return the largest centre with an aspect ratio that is allowed.
+    """
     for _ in range(_TRIES):
         area = image.width * image.height * random.uniform(min_area, 1.0)
         aspect = math.exp(random.uniform(math.log(_ASPECT[0]), math.log(_ASPECT[1])))
@@ -108,9 +111,10 @@ def _random_box(image: Image.Image, min_area: float, random: np.random.Generator
         if 0 < width <= image.width and 0 < height <= image.height:
             left, top = int(random.integers(image.width - width + 1)), int(random.integers(image.height - height + 1))
             return left, top, left + width, top + height
-    side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    return left, top, left + side, top + side
+    low, high = _ASPECT
+    width, height = min(image.width, round(high * image.height)), min(image.height, round(image.width / low))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return left, top, left + width, top + height
 
 
 def rand_augment(image: Image.Image, layers: int, magnitude: int, random: np.random.Generator) -> Image.Image:
@@ -135,15 +139,15 @@ OPERATIONS: tuple[Operation, ...] = (
     lambda image, share, sign: image,
     lambda image, share, sign: _affine(image, 1, sign * 0.3 * share, 0, 0, 1, 0),  # shear
     lambda image, share, sign: _affine(image, 1, 0, 0, sign * 0.3 * share, 1, 0),
-    lambda image, share, sign: _affine(image, 1, 0, sign * 150 / 331 * share * image.width, 0, 1, 0),  # translate
-    lambda image, share, sign: _affine(image, 1, 0, 0, 0, 1, sign * 150 / 331 * share * image.height),
+    lambda image, share, sign: _affine(image, 1, 0, sign * int(150 / 331 * share * image.width), 0, 1, 0),  # translate
+    lambda image, share, sign: _affine(image, 1, 0, 0, 0, 1, sign * int(150 / 331 * share * image.height)),
     lambda image, share, sign: image.rotate(sign * 30 * share),
     lambda image, share, sign: ImageEnhance.Brightness(image).enhance(1 + sign * 0.9 * share),
     lambda image, share, sign: ImageEnhance.Color(image).enhance(1 + sign * 0.9 * share),
     lambda image, share, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.9 * share),
     lambda image, share, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.9 * share),
     lambda image, share, sign: ImageOps.posterize(image, 8 - round(4 * share)),
-    lambda image, share, sign: ImageOps.solarize(image, round(255 * (1 - share))),
+    lambda image, share, sign: ImageOps.solarize(image, math.ceil(255 * (1 - share))),
     lambda image, share, sign: ImageOps.autocontrast(image),
     lambda image, share, sign: ImageOps.equalize(image),
 )

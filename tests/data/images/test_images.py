@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from data.checksum import DamagedDataError
-from data.images.augmentation import OPERATIONS, Augmentation, erase, rand_augment
+from data.images.augmentation import OPERATIONS, Augmentation, _random_box, erase, rand_augment
 from data.images.dataset import ImageDataset
 from data.images.reading import LabelledImages, find_images
 from data.loader import batches
@@ -103,6 +103,25 @@ def test_random_crops_have_the_size_of_the_model(crop):
         pixels = Augmentation(8, crop=crop).training(image, np.random.default_rng(1))
         assert pixels.shape == (3, 8, 8)
         assert pixels.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("size", "box"), [((100, 10), (43, 0, 56, 10)), ((10, 100), (0, 43, 10, 56)), ((10, 12), (0, 0, 10, 12))]
+)
+def test_crop_that_fits_nowhere_is_the_largest_centre_of_an_allowed_shape(monkeypatch, size, box):
+    """Follow torchvision's RandomResizedCrop."""
+    monkeypatch.setattr("data.images.augmentation._TRIES", 0)
+    assert _random_box(picture(0, 1).resize(size), 0.08, np.random.default_rng(0)) == box
+
+
+def test_operations_have_the_magnitudes_of_torchvision():
+    """Move by whole pixels; invert the levels from the threshold 178.5 of magnitude 9 on."""
+    ramp = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(8, 32).repeat(3).reshape(8, 32, 3))
+    right, solarised = (np.asarray(OPERATIONS[number](ramp, 9 / 30, -1)) for number in (3, 11))
+    original = np.asarray(ramp)
+    assert np.array_equal(right[:, 4:], original[:, :-4])
+    assert not right[:, :4].any()
+    assert np.array_equal(solarised, np.where(original < 179, original, 255 - original))
 
 
 def test_every_operation_keeps_the_size_and_all_but_identity_change_the_image():
