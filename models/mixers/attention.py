@@ -14,9 +14,9 @@ from ..layers.projections import FusedProjections, apply_each, linear
 from ..operators.attention_over_ranks import attention_over_ranks, whole
 from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state
 from ..operators.dot_product import dot_product, packed_flash_attention, takes_flash
-from ..operators.rotary import Yarn, rotary, rotate
+from ..operators.rotary import Yarn, check_yarn, rotary, rotate
 from ..operators.varlen import check_packed, segment_starts
-from ..options import ModelShape, option, require_at_least, require_divisor, require_positive
+from ..options import ModelShape, option, require_at_least, require_divisor
 from ..recompute import recomputable
 
 _KEY = "model.mixer_options.attention"
@@ -54,23 +54,20 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.rotary_pct <= 1:
             raise ValueError(f"{_KEY}.rotary_pct = {self.rotary_pct}: must be between 0 and 1")
-        require_at_least(
-            "attention", self, 1, "head_dim", "num_kv_heads", "window", "yarn_factor", "yarn_original_length"
-        )
-        require_positive("attention", self, "yarn_beta_slow")
+        if not self.rotary_base > 1:
+            raise ValueError(f"{_KEY}.rotary_base = {self.rotary_base}: must be greater than 1; 10000 is common")
+        require_at_least("attention", self, 1, "head_dim", "num_kv_heads", "yarn_original_length")
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"{_KEY}.window = {self.window}: must be at least 1; set null to attend to all earlier tokens"
+            )
         if self.window is not None and not self.causal:
             raise ValueError(f"{_KEY}.window = {self.window} with causal = false: set causal = true, or remove window")
-        if self.yarn_factor is not None and self.yarn_original_length is None:
+        if self.full_layers and self.window is None:
             raise ValueError(
-                f"{_KEY}.yarn_factor = {self.yarn_factor} needs yarn_original_length: set it to the length, in tokens, that "
-                "the model was trained with before"
+                f"{_KEY}.full_layers = {list(self.full_layers)} needs window: set it, or remove full_layers"
             )
-        if not self.yarn_beta_fast > self.yarn_beta_slow:
-            raise ValueError(
-                f"{_KEY}.yarn_beta_fast = {self.yarn_beta_fast}: must be greater than yarn_beta_slow = {self.yarn_beta_slow}"
-            )
-        if self.yarn_attention_factor is not None:
-            require_positive("attention", self, "yarn_attention_factor")
+        check_yarn(self)
 
     @property
     def yarn(self) -> Yarn | None:

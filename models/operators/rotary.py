@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..options import require_positive
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,38 @@ class Yarn:
         channel = torch.arange(len(frequency), dtype=frequency.dtype, device=frequency.device)
         ramp = ((channel - low) / max(high - low, 1e-3)).clamp(0, 1)
         return frequency * (1 - ramp) + frequency / self.factor * ramp
+
+
+def check_yarn(options: Any) -> None:
+    """Raise ValueError for wrong settings of YaRN among the options of the attention mixer."""
+    prefix = "model.mixer_options.attention."
+    factor = options.yarn_factor
+    require_positive("attention", options, "yarn_beta_slow")
+    if not options.yarn_beta_fast > options.yarn_beta_slow:
+        raise ValueError(
+            f"{prefix}yarn_beta_fast = {options.yarn_beta_fast}: must be greater than yarn_beta_slow = {options.yarn_beta_slow}"
+        )
+    if options.yarn_attention_factor is not None:
+        require_positive("attention", options, "yarn_attention_factor")
+    if factor is None:
+        for key in ("yarn_original_length", "yarn_attention_factor"):
+            if getattr(options, key) is not None:
+                raise ValueError(f"{prefix}{key} = {getattr(options, key)} needs yarn_factor: set it, or remove {key}")
+    elif not factor >= 1:
+        raise ValueError(
+            f"{prefix}yarn_factor = {factor}: must be at least 1; set the new length divided by yarn_original_length, or null "
+            "for no YaRN"
+        )
+    elif options.yarn_original_length is None:
+        raise ValueError(
+            f"{prefix}yarn_factor = {factor} needs yarn_original_length: set it to the length, in tokens, that the model was "
+            "trained with before"
+        )
+    elif options.rotary_pct == 0:
+        raise ValueError(
+            f"{prefix}yarn_factor = {factor} scales rotary positions, and rotary_pct = 0: set rotary_pct above 0, or remove "
+            "yarn_factor"
+        )
 
 
 def rotary(position: Tensor, dim: int, base: float, yarn: Yarn | None = None) -> tuple[Tensor, Tensor]:

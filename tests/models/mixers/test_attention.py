@@ -351,16 +351,31 @@ def test_flops_count_the_window():
     [
         ({"num_kv_heads": 3}, "num_kv_heads = 3 does not divide model.num_heads = 8; nearest that do: 2 or 4"),
         ({"head_dim": 0}, "head_dim = 0: must be at least 1"),
-        ({"window": 0}, "window = 0: must be at least 1"),
+        ({"rotary_base": 1.0}, "rotary_base = 1.0: must be greater than 1; 10000 is common"),
+        ({"window": 0}, "window = 0: must be at least 1; set null to attend to all earlier tokens"),
         ({"window": 8, "causal": False}, "window = 8 with causal = false: set causal = true, or remove window"),
-        ({"yarn_factor": 0.5}, "yarn_factor = 0.5: must be at least 1"),
+        ({"full_layers": [0]}, r"full_layers = \[0\] needs window: set it, or remove full_layers"),
+        (
+            {"yarn_factor": 0.5},
+            "yarn_factor = 0.5: must be at least 1; set the new length divided by yarn_original_length",
+        ),
+        ({"yarn_factor": float("nan")}, "yarn_factor = nan: must be at least 1"),
+        (
+            {"yarn_factor": 2.0, "yarn_original_length": 8, "rotary_pct": 0.0},
+            "yarn_factor = 2.0 scales rotary positions, and rotary_pct = 0: set rotary_pct above 0, or remove yarn_factor",
+        ),
+        (
+            {"yarn_original_length": 8},
+            "yarn_original_length = 8 needs yarn_factor: set it, or remove yarn_original_length",
+        ),
+        ({"yarn_attention_factor": 2.0}, "yarn_attention_factor = 2.0 needs yarn_factor"),
         ({"yarn_factor": 4.0}, "yarn_factor = 4.0 needs yarn_original_length: set it to the length"),
         ({"yarn_original_length": 0}, "yarn_original_length = 0: must be at least 1"),
         ({"yarn_beta_fast": 1.0}, "yarn_beta_fast = 1.0: must be greater than yarn_beta_slow = 1.0"),
         ({"yarn_beta_slow": 0.0}, "yarn_beta_slow = 0.0: must be greater than 0"),
         ({"yarn_attention_factor": 0.0}, "yarn_attention_factor = 0.0: must be greater than 0"),
         ({"nope_layers": [1]}, r"nope_layers: layer 1 has no attention; allowed are \[0\]"),
-        ({"full_layers": [2]}, r"full_layers: layer 2 has no attention; allowed are \[0\]"),
+        ({"window": 2, "full_layers": [2]}, r"full_layers: layer 2 has no attention; allowed are \[0\]"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
