@@ -348,17 +348,21 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     _check_at_least(path, len(head), HEADER.size)
     magic, version, code, count, boundaries = HEADER.unpack(head)
     if magic != MAGIC:
-        raise ValueError(f"{path} is not a token index: it starts with {magic!r}, not with {MAGIC!r}")
+        raise ValueError(
+            f"{path} is not a token index: it starts with {magic!r}, not with {MAGIC!r}. Write the token files again"
+        )
     if version != VERSION:
-        raise ValueError(f"{path} has version {version} of the format; version {VERSION} is the only one known")
+        raise ValueError(
+            f"{path} has version {version} of the format; version {VERSION} alone is allowed. Write the token files again"
+        )
     if code in (6, 7):
         raise ValueError(
             f"{path} has type code {code}, a float (Megatron-LM and GPT-NeoX disagree on which one): tokens are"
-            " integers"
+            " integers. Write the token files again"
         )
     if code not in CODE_TO_DTYPE:
         allowed = ", ".join(f"{c} {d}" for c, d in CODE_TO_DTYPE.items())
-        raise ValueError(f"{path} has type code {code}; known: {allowed}")
+        raise ValueError(f"{path} has type code {code}; allowed: {allowed}. Write the token files again")
     return CODE_TO_DTYPE[code], count, boundaries
 
 

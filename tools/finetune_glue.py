@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     recipe = load_recipe(options.recipe, options.override)
     if options.hold_out is not None and not 0 < options.hold_out < 1:
-        raise ValueError(f"--hold-out {options.hold_out}: between 0 and 1")
+        raise ValueError(f"--hold-out {options.hold_out}: a number between 0 and 1 is allowed")
     names = options.tasks or list(recipe.tasks)
     unknown = [name for name in names if name not in recipe.tasks]
     if unknown:
@@ -81,7 +81,7 @@ class Session:
     ) -> None:
         """Raise ValueError if `output` holds results of another checkpoint, CheckpointError without a checkpoint."""
         if seeds < 1:
-            raise ValueError(f"--seeds {seeds}: at least 1")
+            raise ValueError(f"--seeds {seeds}: at least 1 is allowed")
         self.checkpoint, self.recipe, self.output, self.data = checkpoint, recipe, output, data
         self.seeds, self.hold_out = seeds, hold_out
         identity = {

@@ -131,7 +131,9 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     try:
         prompts = options.prompts_file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts-file {options.prompts_file}: no UTF-8 at byte {error.start}") from error
+        raise ValueError(
+            f"--prompts-file {options.prompts_file}: no UTF-8 at byte {error.start}; save it as UTF-8"
+        ) from error
     if prompts[-1] == "":
         prompts.pop()
     if not prompts:

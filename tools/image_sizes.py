@@ -72,7 +72,9 @@ def measure(
     data = data_config(located.config)
     images = open_images(data, "validation", located.model.vocab_size)
     if images is None:
-        raise ValueError(f"{located.checkpoint} names no data.images.validation, whose images are measured")
+        raise ValueError(
+            f"{located.checkpoint} has no data.images.validation, whose images are measured: name a run with it"
+        )
     if sizes is None:
         sizes = [patch * round(trained * quarters / 4 / patch) for quarters in range(3, 8)]
     models = {size: load_classifier(located, size) for size in sorted(set(sizes))}

@@ -93,7 +93,7 @@ def compare(
         lengths = [128, 256, 512, 1024, 2048, 4096] if trained is None else [n * trained for n in (1, 2, 3, 4)]
     lengths = sorted(set(lengths))
     if trained is None and positions is not None and max(lengths) > positions:
-        raise ValueError(f"--lengths {max(lengths)}: {run} has {positions} positions")
+        raise ValueError(f"--lengths {max(lengths)}: {run} has {positions} positions; at most {positions} is allowed")
     softmax = {"attention": {"causal": False, "rotary_pct": 0.0}}
     text_model = None if trained else load_located(located).model
     rows = []

@@ -138,7 +138,7 @@ def _licences(path: str) -> dict[str, str]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--data-card {path} is not YAML: {error}") from error
+        raise ValueError(f"--data-card {path} is not YAML: {error}. Write lines SOURCE: LICENCE") from error
     if not isinstance(content, dict) or not all(isinstance(word, str) for pair in content.items() for word in pair):
         raise ValueError(f"--data-card {path}: one line per source, SOURCE: LICENCE, is allowed")
     return content

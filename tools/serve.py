@@ -33,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_folder(options.folder)
     name = next(iter(described["architectures"] or []), "model of no class")
     if name != "MetalionForCausalLM":
-        raise ValueError(f"{options.folder} holds a {name}: only causal models of this project are served")
+        raise ValueError(
+            f"{options.folder} holds a {name}: only causal models of this project are served; name the export of such a run"
+        )
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
         raise ValueError("fastapi and uvicorn are not installed: pip install 'transformers[serving]'")
     import transformers

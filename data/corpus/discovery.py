@@ -175,7 +175,7 @@ def _expand(entry: str) -> list[SourceFile]:
         matches = sorted(Path(p) for p in globbing.glob(str(path), recursive=True) if Path(p).is_file())
         if matches:
             return [_source_file(p) for p in matches]
-        raise FileNotFoundError(f"no file matches the glob {entry}")
+        raise FileNotFoundError(f"no file matches the glob {entry}: correct it, and quote it against the shell")
     above = path.parent
     while not above.exists():
         above = above.parent

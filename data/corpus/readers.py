@@ -230,7 +230,9 @@ def _named_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
             yield row
             count += 1
     except Exception as error:  # errors of datasets, of the network and of file formats
-        raise ValueError(f"{file.path}: the library datasets cannot read it after {count:,} rows: {error}") from error
+        raise ValueError(
+            f"{file.path}: the library datasets cannot read it after {count:,} rows: {error}. Give the same command again"
+        ) from error
 
 
 def _open_parquet(path: Path) -> Any:
@@ -240,7 +242,7 @@ def _open_parquet(path: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a complete parquet file: {error}") from error
+        raise ValueError(f"{path} is not a complete parquet file: {error}. Copy or download it again") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -250,7 +252,7 @@ def _open_saved(path: Path) -> Any:
     try:
         return datasets.load_from_disk(str(path))
     except Exception as error:
-        raise ValueError(f"{path} is not a complete saved data set: {error}") from error
+        raise ValueError(f"{path} is not a complete saved data set: {error}. Save it again") from error
 
 
 def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
@@ -265,7 +267,9 @@ def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed)
     try:
         rows = _rows(parquet.read_row_group(block.first, columns=columns))
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{block.file.path} is damaged in row group {block.first + 1}: {error}") from error
+        raise ValueError(
+            f"{block.file.path} is damaged in row group {block.first + 1}: {error}. Copy it again"
+        ) from error
     _add_rows(rows, block.file, first_row, text_key, source_key, parsed)
 
 
@@ -278,7 +282,9 @@ def _parse_saved(block: Block, text_key: str, source_key: str, parsed: Parsed) -
     try:
         rows = _rows(dataset.select_columns(columns).with_format("arrow")[block.first : end])
     except Exception as error:  # of datasets and of pyarrow
-        raise ValueError(f"{block.file.path} is damaged in rows {block.first + 1} to {end}: {error}") from error
+        raise ValueError(
+            f"{block.file.path} is damaged in rows {block.first + 1} to {end}: {error}. Copy it again"
+        ) from error
     _add_rows(rows, block.file, block.first, text_key, source_key, parsed)
 
 

@@ -229,7 +229,7 @@ def test_a_corpus_without_text(tmp_path):
         (9, b"\x02", "version 2"),
         (17, b"\x06", "type code 6, a float"),
         (17, b"\x07", "type code 7, a float"),
-        (17, b"\x09", "type code 9; known: 1 uint8"),
+        (17, b"\x09", "type code 9; allowed: 1 uint8"),
         (34 + 12 * 1, b"\x01", r"x\.idx is damaged at byte 46: it begins document 0 at sequence 1"),
     ],
 )

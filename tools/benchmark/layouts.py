@@ -71,7 +71,7 @@ def run(output: Path, config: Path, gpus: int, length: int, micro: int, long: in
     """Print the table and write layouts.csv and layouts.png. Raises ValueError if the machine has fewer GPUs."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if available < gpus:
-        raise ValueError(f"--gpus {gpus}: this machine has {available}")
+        raise ValueError(f"--gpus {gpus}: this machine has {available} GPUs, and at most that many are allowed")
     chosen = [case for case in cases(gpus, length, micro, long) if only in case.name]
     results: dict[str, dict[str, Any]] = {}
     for count in sorted({case.gpus for case in chosen}):

@@ -85,7 +85,7 @@ class Settings:
 def build(name: str, settings: Settings, device: torch.device) -> Training:
     """Build the model `name` of `MODELS_UNDER_TEST`. Raises ImportError if its package or a dependency is missing."""
     if MODELS_UNDER_TEST[name] in (_gla, _hgrn2, _retnet, _kda, _gated_delta_net) and device.type == "cpu":
-        raise ImportError("flash-linear-attention's kernels need a GPU")
+        raise ImportError("flash-linear-attention's kernels need a GPU; leave its models out of --subjects")
     return MODELS_UNDER_TEST[name](settings, device)
 
 

@@ -75,7 +75,7 @@ class Tensors(Mapping[str, Tensor]):
                     f"{folder}: its weights are pickles ({', '.join(pickles[:3])}), which execute code when they are read; "
                     "they are not opened. Save the model as safetensors where you trust it: save_pretrained writes them"
                 )
-            raise FileNotFoundError(f"{folder}: model.safetensors is missing")
+            raise FileNotFoundError(f"{folder}: model.safetensors is missing: copy the weights into the folder")
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._of: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Tensors(Mapping[str, Tensor]):
             try:
                 self._files[name] = _open(folder / name)
             except FileNotFoundError:
-                raise FileNotFoundError(f"{folder / name} is missing; {index.name} names it") from None
+                raise FileNotFoundError(f"{folder / name} is missing; {index.name} names it: copy it again") from None
             self._of |= dict.fromkeys(self._files[name].keys(), name)
         self.shapes = {key: tuple(self._files[file].get_slice(key).get_shape()) for key, file in self._of.items()}
 

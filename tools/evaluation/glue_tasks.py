@@ -94,7 +94,9 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
     for number, row in enumerate(rows):
         missing = [key for key in needed if key not in row]
         if missing:
-            raise ValueError(f"{name}, {split}, row {number + 1} has no {missing[0]!r}; it has {', '.join(row)}")
+            raise ValueError(
+                f"{name}, {split}, row {number + 1} has no {missing[0]!r}; it has {', '.join(row)}; get the split again"
+            )
         label, classes = row["label"], TASKS[name].labels
         if not isinstance(label, int | float) or (classes > 1 and label not in range(classes)):
             words = "a number" if classes == 1 else f"0 to {classes - 1}"
@@ -132,7 +134,9 @@ def _read_lines(path: Path) -> list[Row]:
                 if line.strip():
                     rows.append(dict(json.loads(line)))
         except (ValueError, TypeError, EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
-            raise ValueError(f"{path} is damaged: line {number} or the next is no object of JSON ({error})") from error
+            raise ValueError(
+                f"{path} is damaged: line {number} or the next is no JSON object ({error}): get the split again"
+            ) from error
         return rows
 
 

@@ -57,7 +57,7 @@ def read_filler(path: Path | None) -> tuple[str, str | None]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--filler {path}: no UTF-8 at byte {error.start}") from error
+        raise ValueError(f"--filler {path}: no UTF-8 at byte {error.start}; save the file as UTF-8") from error
     return text, hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -35,7 +35,7 @@ def check_model(name: str, config: Path) -> None:
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
         raise FileNotFoundError(
             f"{name} holds no tokenizer (looked for {', '.join(_TOKENIZERS)}): copy the model's tokenizer into it; "
-            " for an export, python -m tools.convert_hf export RUN FOLDER --tokenizer FILE"
+            "for an export, python -m tools.convert_hf export RUN FOLDER --tokenizer FILE"
         )
 
 

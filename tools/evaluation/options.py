@@ -209,7 +209,7 @@ def _limit(text: str) -> float:
     except ValueError:
         value = 0.0
     if not value > 0 or (value > 1 and value != int(value)):
-        raise argparse.ArgumentTypeError(f"{text}: a whole number of documents, or a share between 0 and 1")
+        raise argparse.ArgumentTypeError(f"{text}: a whole number of documents, or a share between 0 and 1, is allowed")
     return value if value < 1 else int(value)
 
 

@@ -94,7 +94,7 @@ def raw_text(path: str, tokenizer: Tokenizer | HuggingFaceTokens, folder: Path, 
             size += len(document.text.encode())
             documents += 1
     if not size:
-        raise ValueError(f"{path} holds no text")
+        raise ValueError(f"{path} holds no text: name another with --data")
     return TokenText(path, prefix, size, documents)
 
 

@@ -115,7 +115,10 @@ def measure_run(
     least = lengths[0] if masked else trained
     lengths = lengths if requested else [length for length in lengths if length <= size]
     if not lengths or max(lengths) > size or (not masked and trained not in lengths):
-        raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max([*lengths, least]):,}")
+        raise ValueError(
+            f"{prefix} has {size:,} tokens, too few for pieces of {max([*lengths, least]):,}: "
+            "give shorter --lengths or another --data"
+        )
     longest = max(lengths)
     total = len(lengths) * pieces_read(size, longest, tokens)
     with ProgressBar(total=total, desc=loaded.run.name, unit="piece", leave=False) as bar:
@@ -141,7 +144,8 @@ def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], requested
     readable = [length for length in lengths if limit is None or length <= limit]
     if not readable:
         raise ValueError(
-            f"{run} reads at most {limit} tokens (model.max_positions), but the shortest of --lengths is {lengths[0]}"
+            f"{run} reads at most {limit} tokens (model.max_positions), but the shortest of --lengths is "
+            f"{lengths[0]}; give a shorter one"
         )
     for length in readable:
         if max(readable) % length:

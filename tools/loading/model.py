@@ -169,7 +169,9 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], source: Path | 
         if needed.get(name) != given.get(name)
     ]
     if differing:
-        raise ValueError(f"{source}: {len(differing)} tensors do not fit its configuration: {'; '.join(differing[:3])}")
+        raise ValueError(
+            f"{source}: {len(differing)} tensors do not fit its configuration: {'; '.join(differing[:3])}. Copy it again"
+        )
     model.load_state_dict(weights, strict=False, assign=True)
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight

@@ -85,5 +85,8 @@ def saved_tokenizer(run: Path) -> Tokenizer | None:
     file = None if description["file"] is None else inside(path.parent, description["file"], path)
     tokenizer = load_tokenizer(description["type"], file)
     if tokenizer.hash != description["hash"]:
-        raise ValueError(f"{file} was changed after training: its hash is {tokenizer.hash}, not {description['hash']}")
+        raise ValueError(
+            f"{file} was changed after training: its hash is {tokenizer.hash}, not {description['hash']}. "
+            "Copy it again from where the run was made"
+        )
     return tokenizer
