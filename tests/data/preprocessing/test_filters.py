@@ -175,8 +175,8 @@ def test_filters_refuse_other_values(tmp_path, inline, capsys, words, message):
     assert main([*common, *words]) == 2
     assert message in capsys.readouterr().err
 
-    """Ignore the shingle size without near-duplicate removal: it makes no other output."""
-    """The shingle size has no effect without near-duplicate removal, so it makes no other output."""
+
+def test_shingle_size_without_near_duplicate_removal_makes_no_other_output(tmp_path, inline, capsys):
     path = write(tmp_path / "x.jsonl", [{"text": "a"}])
     words = ["--input", str(path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
     assert main(words) == 0

@@ -41,6 +41,16 @@ def test_intervals_hold_the_true_loss_of_noisy_points() -> None:
     assert again.predict(4e7, 4e8) == fit.predict(4e7, 4e8)
 
 
+def test_intervals_hold_new_runs_at_about_the_stated_rate() -> None:
+    """Hold about 95 % of the losses of a new run with the same noise; of 200 draws 94 %."""
+    draw, held = np.random.default_rng(1), 0
+    for _ in range(20):
+        noisy = loss(N, D) * np.exp(0.001 * draw.standard_normal(len(N)))
+        _, low, high = fit_losses(N, D, noisy, samples=40).predict(4e7, 4e8)
+        held += low <= loss(4e7, 4e8) * np.exp(0.001 * draw.standard_normal()) <= high
+    assert 17 <= held <= 20
+
+
 def test_one_diverged_seed_hardly_moves_the_fit() -> None:
     """Keep within 0.04 of the truth, where a least-squares fit would move by 0.37."""
     sizes, tokens = np.tile(N, 3), np.tile(D, 3)
@@ -53,10 +63,10 @@ def test_one_diverged_seed_hardly_moves_the_fit() -> None:
 def test_noise_of_a_loss_limits_the_prediction() -> None:
     """Predict the ladder's largest size from one run per rung, with noise of 0.2 % of the loss."""
     draw = np.random.default_rng(0)
-    noisy = [loss(N, D) * np.exp(0.002 * draw.standard_normal(len(N))) for _ in range(60)]
+    noisy = [loss(N, D) * np.exp(0.002 * draw.standard_normal(len(N))) for _ in range(40)]
     errors = [fit_losses(N, D, losses, samples=1).predict(4e7, 4e8)[0] - loss(4e7, 4e8) for losses in noisy]
     assert 0.015 < np.std(errors) < 0.035
-    assert abs(np.mean(errors)) < 0.01  # two standard errors are 0.0064
+    assert abs(np.mean(errors)) < 0.01  # two standard errors are 0.008
 
 
 def test_common_exponents_predict_with_less_error() -> None:
