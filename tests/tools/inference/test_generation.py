@@ -19,16 +19,36 @@ from tools.inference.generation import TextStream, complete, generate, longest_c
 from tools.loading.model import load_model
 
 
-def tiny(*mixers: str) -> LanguageModel:
+def tiny(*mixers: str, **attention: object) -> LanguageModel:
     config = ModelConfig(
-        vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, mixers=mixers, init_method="normal", init_std=0.2
+        vocab_size=64,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=2,
+        mixers=mixers,
+        mixer_options={"attention": attention} if attention else {},
+        init_method="normal",
+        init_std=0.2,
     )
     return LanguageModel(config, seed=3).eval()
 
 
-@pytest.mark.parametrize("mixers", [("metala",), ("attention",), ("metala", "attention")])
-def test_greedy_decoding_equals_the_full_forward(mixers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny(*mixers)
+WINDOW = {"window": 4, "num_kv_heads": 1, "output_gate": True, "yarn_factor": 2.0, "yarn_original_length": 16}
+
+
+@pytest.mark.parametrize(
+    ("mixers", "options"),
+    [
+        (("metala",), {}),
+        (("attention",), {}),
+        (("metala", "attention"), {}),
+        (("gated_delta_net", "attention"), WINDOW),
+    ],
+)
+def test_greedy_decoding_equals_the_full_forward(
+    mixers: tuple[str, ...], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(*mixers, **options)
     prompts = [[5, 9, 2, 33, 7, 1, 0, 61, 12], [17, 4], [8, 8, 8, 30]]
     seen: list[torch.Tensor] = []
     original = decoding._last_logits
@@ -50,9 +70,14 @@ def test_greedy_decoding_equals_the_full_forward(mixers: tuple[str, ...], monkey
         torch.testing.assert_close(torch.stack([s[row] for s in seen]), logits, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("mixer", sorted(MIXERS.keys() - {"lion", "metala_bidirectional"}))
-def test_prompts_that_continue_a_prefix_equal_whole_prompts(mixer: str) -> None:
-    model = tiny(mixer)
+PREFIXED = [((name,), {}) for name in sorted(MIXERS.keys() - {"lion", "metala_bidirectional"})]
+
+
+@pytest.mark.parametrize(("mixers", "options"), [*PREFIXED, (("metala", "attention"), WINDOW)])
+def test_prompts_that_continue_a_prefix_equal_whole_prompts(
+    mixers: tuple[str, ...], options: dict[str, object]
+) -> None:
+    model = tiny(*mixers, **options)
     prefix, rest = [5, 9, 2, 33, 7, 1, 0, 61, 12], [[17, 4, 1], [8], [3, 2]]
     state = read_prefix(model, prefix[4:], read_prefix(model, prefix[:4]))
     first = {"vocab_size": 64, "temperature": 0.0, "max_tokens": 12}
