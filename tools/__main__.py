@@ -17,7 +17,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "inspect": ("tools.inspect_data", (), "show token files, documents, samples; compare checksums"),
     "neox-config": ("tools.neox_config", (), "translate GPT-NeoX configuration files"),
     "plan": ("tools.plan", (), "estimate memory and speed in each layout, without a GPU"),
-    "train": ("train", (), "train a language model"),
+    "train": ("train", (), "train a model: language, masked, images"),
     "plot": ("tools.plot", (), "plot the curves of runs, or write their report page"),
     "generate": ("tools.generate", (), "continue a text with a trained model"),
     "eval": ("eval", (), "evaluate a model: suites, perplexity, synthetic tasks"),
