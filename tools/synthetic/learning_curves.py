@@ -12,8 +12,8 @@ from .experiment import Experiment, Run
 from .report import best_line, model_label
 from .results import Results
 
-# Model name -> accuracy history of the best run of each sweep.
-Histories = dict[str, list[list[float]]]
+# Model name -> a run, and the accuracy history of the best run of each sweep.
+Histories = dict[str, tuple[Run, list[list[float]]]]
 
 
 def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results: Results, out: Path) -> None:
@@ -28,15 +28,15 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
             # Each task of Long Range Arena has its width.
             width = 0 if experiment.suite == "lra" else sweep[0].width
             panel = panels_data.setdefault((width, sweep[0].task), {})
-            panel.setdefault(sweep[0].model, []).append(best["history"])
+            panel.setdefault(sweep[0].model, (sweep[0], []))[1].append(best["history"])
     models = [model for model in experiment.models if any(model in histories for histories in panels_data.values())]
     widths, tasks = sorted({width for width, _ in panels_data}), list(dict.fromkeys(task for _, task in panels_data))
     shared = {"sharex": "col", "sharey": True, "squeeze": False}
     with saved_figure(out, len(widths), len(tasks), **shared) as (figure, panels):
         for row, width in zip(panels, widths, strict=True):
             for axes, task in zip(row, tasks, strict=True):
-                for model, runs in panels_data.get((width, task), {}).items():
-                    _draw_model(axes, runs, experiment, models.index(model), model_label(model))
+                for model, (run, histories) in panels_data.get((width, task), {}).items():
+                    _draw_model(axes, histories, run, models.index(model), model_label(model))
                 length, _, pairs = task.partition("x")
                 title = f"length {length}, {pairs} pairs" if pairs else experiment.title
                 title = task.replace("_", " ") if experiment.suite == "lra" else title
@@ -44,7 +44,7 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         split = "validation" if experiment.classifies else "test"
         figure.supylabel(f"{split} accuracy, percent", fontsize="medium")
         for axes in panels[-1]:
-            axes.set_xlabel("epoch")
+            axes.set_xlabel("step" if experiment.suite == "lra" else "epoch")
         # A legend: labels at the ends of lines that stop early would be far from them.
         handles: dict[str, Any] = {}
         for axes in panels.flat:
@@ -52,14 +52,16 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         figure.legend(handles.values(), handles.keys(), loc="outside right upper", handlelength=3)
 
 
-def _draw_model(axes: Any, runs: list[list[float]], experiment: Experiment, number: int, label: str) -> None:
+def _draw_model(axes: Any, runs: list[list[float]], run: Run, number: int, label: str) -> None:
     from tools.reporting.style import series_style
 
     # Extend a run that stopped at its target by its last value, so that the last point equals the table's value.
     longest = max(map(len, runs))
     values = 100 * np.array([[*run, *[run[-1]] * (longest - len(run))] for run in runs])
     # The last epoch is evaluated even if evaluate_every does not divide it.
-    epochs = np.minimum(experiment.evaluate_every * np.arange(1, longest + 1), experiment.epochs)
+    epochs = np.minimum(run.evaluate_every * np.arange(1, longest + 1), run.epochs)
+    # Epochs of Long Range Arena's models have different lengths.
+    places = epochs * (run.steps_per_epoch if run.suite == "lra" else 1)
     style = series_style(number)
-    axes.plot(epochs, values.mean(0), label=label, markevery=[-1] if longest >= 10 else None, **style)
-    axes.fill_between(epochs, values.min(0), values.max(0), color=style["color"], alpha=0.15, lw=0)
+    axes.plot(places, values.mean(0), label=label, markevery=[-1] if longest >= 10 else None, **style)
+    axes.fill_between(places, values.min(0), values.max(0), color=style["color"], alpha=0.15, lw=0)

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import eval as evaluation
 from megatron_lite.config.files import ConfigError
@@ -14,6 +15,7 @@ from tests.data.test_long_range_arena import write_reviews
 from tools.synthetic.batches import generate
 from tools.synthetic.classification import TASKS
 from tools.synthetic.experiment import load_experiment, plan
+from tools.synthetic.learning_curves import _draw_model
 from tools.synthetic.model_run import ModelRun
 from tools.synthetic.network import Classifier, model_config
 from tools.synthetic.run_checkpoint import Evaluation
@@ -178,6 +180,15 @@ def test_epoch_of_best_validation_accuracy_is_scored():
     assert _scored(history, "best_validation") == 1
     with pytest.raises(ConfigError, match="scored = best_validation: the suite mqar has no validation set"):
         load_experiment("mqar", ["scored=best_validation"])
+
+
+def test_curves_of_models_with_other_epochs_share_an_axis_of_steps():
+    runs = plan(load_experiment("lra", ["tasks=[pathfinder]", "models=[metala,lion_s]"]), "bf16")
+    axes = Figure().subplots()
+    for number, run in enumerate(runs):
+        _draw_model(axes, [[0.5] * (run.epochs // run.evaluate_every)], run, number, run.model)
+    places = [line.get_xdata()[[0, -1]].tolist() for line in axes.lines]
+    assert places == [[5 * 625, 500_000], [2500, 500_000]]
 
 
 def test_override_that_a_task_replaces_is_refused():
