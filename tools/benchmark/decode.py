@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 
 from megatron_lite.config.files import ConfigError, read_sources
 from models.config import ModelConfig
@@ -155,20 +157,8 @@ def _measure_project(model: Any, context: int, batch: int, steps: int, *, graph:
     state = cache.nbytes()
     if graph:
         step = graphed_step(model, cache.states, batch, WARM_UP + steps + PARTS)
-
-        def once() -> None:
-            nonlocal token
-            token = step(token).argmax(-1, keepdim=True)
-    else:
-
-        def once() -> None:
-            nonlocal token
-            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
-
-    milliseconds, memory = _time(once, steps, device)
-    return Row(
-        "graph" if graph else "eager", context, batch, milliseconds, 1e3 * batch / milliseconds, memory, state / 2**30
-    )
+        return _row("graph", context, step, token, state, steps)
+    return _row("eager", context, _eager_step(model, cache), token, state, steps)
 
 
 def _measure_llama(model: Any, context: int, batch: int, steps: int) -> Row:
@@ -182,26 +172,28 @@ def _measure_llama(model: Any, context: int, batch: int, steps: int) -> Row:
         cache.update(*(torch.randn(shape, device=device, dtype=model.dtype) for _ in range(2)), layer)
     state = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    return _row("llama", context, _eager_step(model, cache), token, state, steps)
 
-    def once() -> None:
+
+def _eager_step(model: Any, cache: Any) -> Callable[[Tensor], Tensor]:
+    return lambda token: model(token, past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+def _row(
+    method: str, context: int, step: Callable[[Tensor], Tensor], token: Tensor, state_bytes: int, steps: int
+) -> Row:
+    """Decode greedily from token [batch, 1]. The time per step is the median over `PARTS` parts of `steps`."""
+    cuda, batch = token.is_cuda, len(token)
+
+    def decode(count: int) -> None:
         nonlocal token
-        token = model(token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
-
-    milliseconds, memory = _time(once, steps, device)
-    return Row("llama", context, batch, milliseconds, 1e3 * batch / milliseconds, memory, state / 2**30)
-
-
-def _time(once: Callable[[], None], steps: int, device: torch.device) -> tuple[float, float | None]:
-    """Return milliseconds per step, the median over `PARTS` parts of `steps`, and peak GiB."""
-    cuda, count = device.type == "cuda", max(1, steps // PARTS)
-
-    def part() -> None:
         for _ in range(count):
-            once()
+            token = step(token).argmax(-1, keepdim=True)
 
-    for _ in range(WARM_UP):
-        once()
+    decode(WARM_UP)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = statistics.median(timed(part, cuda=cuda)[1] for _ in range(PARTS))
-    return seconds / count * 1e3, torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+    count = max(1, steps // PARTS)
+    seconds = statistics.median(timed(partial(decode, count), cuda=cuda)[1] for _ in range(PARTS)) / count
+    memory = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+    return Row(method, context, batch, 1e3 * seconds, batch / seconds, memory, state_bytes / 2**30)

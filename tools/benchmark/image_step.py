@@ -19,12 +19,13 @@ from PIL import Image
 from torch import Tensor
 
 from megatron_lite.config.files import read_sources
-from megatron_lite.config.loader import ConfigError, load_config
+from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 from tools.loading.image_data import augmentation_of
 
 from .report import table
 from .step_rounds import Timing, compare_models, time_steps
+from .training_models import step_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # The configuration of the model, {size} tiny, small or base, and changes to it.
@@ -87,24 +88,15 @@ def is_image_classifier(file: Path, overrides: Sequence[str]) -> bool:
 
 
 def image_config(file: Path, overrides: Sequence[str], pixels: int, batch: int) -> Any:
-    """Return the configuration with images of `pixels` x `pixels` and one micro-batch per step. Its data are not read.
-
-    Raises ValueError if it is invalid.
-    """
+    """Return the configuration with images of `pixels` x `pixels`. Its data are not read. Raises as `step_config`."""
     settings = [
         f"model.image_size={pixels}",
         "data.images.train=-",
         "optimizer.lr=1e-5",
         "schedule.train_steps=1000",
-        f"batch.micro_batch_size={batch}",
-        "batch.gradient_accumulation_steps=1",
-        "batch.global_batch_size=null",
         *overrides,
     ]
-    try:
-        return load_config([file], settings, model_type=ModelConfig, world_size=1)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    return step_config(file, settings, batch)
 
 
 def _measure(config: Any, steps: int) -> Timing:

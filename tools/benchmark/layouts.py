@@ -22,6 +22,7 @@ from models.config import ModelConfig
 
 from .report import machine, plot_bars, table, write_csv
 from .timing import timed
+from .training_models import project_batch
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,9 +160,7 @@ def _measure(case: LayoutCase, config_file: str, grid: Any, steps: int) -> dict[
         batches = []
         for _ in range(case.accumulation):
             size = (case.micro_batch_size, case.length + 1)
-            tokens = torch.randint(0, config.model.vocab_size, size, generator=generator)
-            weight = torch.ones(case.micro_batch_size, case.length)
-            batches.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight})
+            batches.append(project_batch(torch.randint(0, config.model.vocab_size, size, generator=generator)))
         if grid.world_size > 1:
             dist.barrier()
         step, seconds = timed(partial(engine.train_step, batches, lr=1e-5), cuda=True)

@@ -11,10 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lite.config.loader import ConfigError, load_config
-from models.config import ModelConfig
-
 from .step_rounds import Timing, compare_models, time_steps
+from .training_models import step_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = ("bert", "lion_lit", "lion_d", "lion_s")
@@ -43,19 +41,11 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
     file = CONFIGS / f"{name}_{size}.yml"
     if not file.is_file():
         raise ValueError(f"--size {size}: {file} does not exist; allowed are base, large")
-    settings = [
-        f"batch.sequence_length={length}",
-        f"batch.micro_batch_size={batch}",
-        f"batch.global_batch_size={batch}",
-        *overrides,
-    ]
-    try:
-        positions = load_config([file], overrides, model_type=ModelConfig, world_size=1).model.max_positions
-        if positions is not None and positions < length:
-            settings.append(f"model.max_positions={length}")
-        config = load_config([file], settings, model_type=ModelConfig, world_size=1)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    settings = [f"batch.sequence_length={length}", *overrides]
+    positions = step_config(file, overrides, batch).model.max_positions
+    if positions is not None and positions < length:
+        settings.append(f"model.max_positions={length}")
+    config = step_config(file, settings, batch)
     if config.model.vocab_size <= FIRST_WORD:
         raise ValueError(f"model.vocab_size = {config.model.vocab_size}: allowed are values >= {FIRST_WORD + 1}")
 

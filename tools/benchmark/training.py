@@ -87,7 +87,8 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
     }
     record = output / "train.jsonl"
     earlier = _earlier(record, plan)
-    with record.open("a", encoding="utf-8") as file, _log(output) as log:
+    # The log has the workers' other output: warnings and reasons of failures.
+    with record.open("a", encoding="utf-8") as file, (output / "train.log").open("a", encoding="utf-8") as log:
         tokens = plan.shapes[0][0] * plan.shapes[0][1]
         task = {"device": plan.device, "dtype": config.precision.dtype, "hidden_size": size["hidden_size"]}
         machine: dict[str, Any] | None = None
@@ -352,10 +353,3 @@ def _write(file: Any, line: Mapping[str, Any]) -> None:
     file.write(json.dumps(line) + "\n")
     file.flush()
     os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _log(output: Path) -> Iterator[Any]:
-    """Open the log of the workers' other output: warnings and reasons of failures."""
-    with (output / "train.log").open("a", encoding="utf-8") as file:
-        yield file

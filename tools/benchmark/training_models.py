@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,25 +90,25 @@ def build(name: str, settings: Settings, device: torch.device) -> Training:
     return MODELS_UNDER_TEST[name](settings, device)
 
 
-def project_config(config: str, overrides: Sequence[str], length: int, batch: int) -> Any:
-    """Return the configuration with micro-batches of `batch` sequences, one per step unless an override changes it.
+def step_config(config: str | Path, overrides: Sequence[str], batch: int) -> Any:
+    """Return the configuration of one process with micro-batches of `batch` samples, one per step unless an override changes it.
 
-    Raises ValueError if it is invalid.
+    Raises ConfigError if it is invalid.
     """
-    from megatron_lite.config.loader import ConfigError, load_config
+    from megatron_lite.config.loader import load_config
     from models.config import ModelConfig
 
     settings = [
-        f"batch.sequence_length={length}",
         f"batch.micro_batch_size={batch}",
         "batch.gradient_accumulation_steps=1",
         "batch.global_batch_size=null",
-        *overrides,
     ]
-    try:
-        loaded = load_config([config], settings, model_type=ModelConfig, world_size=1)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    return load_config([config], [*settings, *overrides], model_type=ModelConfig, world_size=1)
+
+
+def project_config(config: str, overrides: Sequence[str], length: int, batch: int) -> Any:
+    """Return the configuration with sequences of `length` tokens. Raises as `step_config`, and ValueError for a masked model."""
+    loaded = step_config(config, [f"batch.sequence_length={length}", *overrides], batch)
     if loaded.data.objective == "masked":
         raise ValueError(f"{config} trains a masked model: use `python -m tools.benchmark masked`")
     return loaded
@@ -183,9 +184,7 @@ def _kda(settings: Settings, device: torch.device) -> Training:
 
     size, heads = settings.size, settings.size.num_heads
     dim = size.hidden_size // heads
-    config = KDAConfig(
-        **_fla_common(settings), intermediate_size=size.mlp_width, head_dim=dim, num_heads=heads
-    )  # fmt: skip
+    config = KDAConfig(**_fla_common(settings), intermediate_size=size.mlp_width, head_dim=dim, num_heads=heads)
     return _peer(KDAForCausalLM, config, settings, device, _recurrence_flops(heads, dim, dim))
 
 

@@ -48,20 +48,22 @@ def test_ratios() -> None:
 def test_a_step_is_the_median_of_fifths(monkeypatch: pytest.MonkeyPatch) -> None:
     now, steps = [0.0], []
 
-    def once() -> None:
+    def step(token: torch.Tensor) -> torch.Tensor:
         steps.append(1)
         now[0] += 0.009 if len(steps) > 5 + 4 * 3 else 0.002  # the last fifth is disturbed
+        return torch.zeros(len(token), 8)
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    milliseconds, memory = decode._time(once, 15, torch.device("cpu"))
-    assert (milliseconds, memory, len(steps)) == (pytest.approx(2), None, 5 + 15)
+    row = decode._row("eager", 8, step, torch.zeros(4, 1, dtype=torch.long), 0, 15)
+    assert (row.milliseconds, row.batch, row.memory, len(steps)) == (pytest.approx(2), 4, None, 5 + 15)
 
 
 def test_the_whole_context_is_read_before_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     model = decode._project_model(decode.model_of(Path("configs/model/transformer_tiny.yml")), "cpu", torch.float32)
     model.register_forward_pre_hook(lambda _, words: read.append(words[0].shape[1]))
-    monkeypatch.setattr(decode, "_time", lambda once, *_: (once(), (4.0, None))[1])
+    monkeypatch.setattr(decode, "WARM_UP", 1)
+    monkeypatch.setattr(decode, "timed", lambda work, cuda: (None, 0.004))
     with torch.inference_mode():
         row = decode._measure_project(model, 1100, 2, 5, graph=False)
     assert read == [512, 512, 76, 1]
