@@ -80,7 +80,6 @@ def _import(options: argparse.Namespace) -> int:
         options.run,
         overwrite=options.overwrite,
         text=options.text,
-        progress=True,
         trust_remote_code=options.trust_remote_code,
     )
     print(f"{done.checkpoint}: {done.parameters:,} parameters of {options.folder} ({done.kind})")
@@ -139,7 +138,7 @@ def _check(done: Export, options: argparse.Namespace) -> int:
         compared = check_same_ids(done.tokenizer, done.folder, [text])
         print(f"tokenizer: AutoTokenizer gives the same ids on {compared:,} tokens")
     kind = DTYPES[options.dtype]
-    result = compare_logits(done.weights, config, done.folder, tokens, kind, progress=True)
+    result = compare_logits(done.weights, config, done.folder, tokens, kind)
     print(
         f"logits on {result.count} of {name}: largest difference to the trainer's {result.converted:.2e} "
         f"(largest logit {result.largest:.2f})"

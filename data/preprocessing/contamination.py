@@ -41,7 +41,6 @@ def shared_documents(
     *,
     words: int = WORDS,
     share: float = SHARE,
-    progress: bool = True,
 ) -> list[SharedDocument]:
     """Return the documents of a held-out token file that the training token files hold, the largest share first.
 
@@ -51,7 +50,7 @@ def shared_documents(
     Raises ValueError for token files without a manifest, which names the tokenizer.
     """
     hashes, digests, beginnings = [], [], []
-    for text in document_texts(held_out, progress):
+    for text in document_texts(held_out, progress=True):
         hashes.append(ngram_hashes(text, words))
         digests.append(text_digest(text))
         beginnings.append(" ".join(text[:200].split())[:60])
@@ -60,7 +59,7 @@ def shared_documents(
     known = np.unique(np.concatenate(hashes))
     seen, equal, wanted = np.zeros(len(known), bool), set(), set(digests)
     for prefix in training:
-        for text in document_texts(prefix, progress):
+        for text in document_texts(prefix, progress=True):
             if (digest := text_digest(text)) in wanted:
                 equal.add(digest)
             grams = ngram_hashes(text, words)

@@ -189,7 +189,7 @@ def _write_parts(
         speed = _Speed(bar)
         bar.update(sum(file.bytes for file, (_, last) in zip(files, done, strict=True) if last))
         try:
-            for file, block, outcomes in _encoded_blocks(files, done, settings, pool, workers, inputs):
+            for file, block, outcomes in _encoded_blocks(files, done, pool, workers, inputs):
                 if part is None:
                     part = Shard(parts, file, numbers[file], settings, token_dtype(tokenizer.vocab_size))
                 if block is not None and outcomes is not None:
@@ -293,7 +293,6 @@ def _pool(settings: PreprocessingSettings, workers: int) -> ProcessPoolExecutor:
 def _encoded_blocks(
     files: Sequence[SourceFile],
     done: Sequence[tuple[int, bool]],
-    settings: PreprocessingSettings,
     pool: ProcessPoolExecutor,
     workers: int,
     inputs: dict[int, Record],

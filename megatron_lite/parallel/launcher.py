@@ -35,15 +35,15 @@ def end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_stranded_launcher(seconds: float = 5.0) -> None:
+def end_stranded_launcher() -> None:
     """Kill torchrun if the store of its rendezvous is unreachable, because it would wait without end.
 
-    seconds: timeout of the address in the environment variable METALION_RENDEZVOUS (host:port). Does nothing without it.
+    The environment variable METALION_RENDEZVOUS (host:port) has its address. Does nothing without it.
     """
     host, _, port = os.environ.get("METALION_RENDEZVOUS", "").rpartition(":")
     if host and _has_launcher():
         try:
-            socket.create_connection((host, int(port)), timeout=seconds).close()
+            socket.create_connection((host, int(port)), timeout=5.0).close()
         except OSError:
             os.kill(os.getppid(), signal.SIGKILL)
 

@@ -100,14 +100,14 @@ def legal_layouts(processes: int, limits: Limits, *, sequence_parallel: bool = F
     return [one for one in layouts if processes % one.model_ranks == 0 and not any(layout_problems(one, limits))]
 
 
-def nearest_layouts(wanted: Layout, processes: int, limits: Limits, count: int = 3) -> list[Layout]:
-    """Return the legal layouts nearest to the wanted one. The distance is the sum of |log2| of the size ratios."""
+def nearest_layouts(wanted: Layout, processes: int, limits: Limits) -> list[Layout]:
+    """Return the three legal layouts nearest to the wanted one. The distance is the sum of |log2| of the size ratios."""
 
     def distance(layout: Layout) -> tuple[float, int]:
         sizes = ("tensor", "pipeline", "context")
         return sum(abs(math.log2(getattr(layout, k) / getattr(wanted, k))) for k in sizes), -layout.model_ranks
 
-    return sorted(legal_layouts(processes, limits, sequence_parallel=wanted.sequence_parallel), key=distance)[:count]
+    return sorted(legal_layouts(processes, limits, sequence_parallel=wanted.sequence_parallel), key=distance)[:3]
 
 
 def stage_bounds(costs: Sequence[float], stages: int) -> list[int]:

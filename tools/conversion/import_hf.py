@@ -66,7 +66,6 @@ def import_folder(
     *,
     overwrite: bool = False,
     text: Path | None = None,
-    progress: bool = False,
     trust_remote_code: bool = False,
 ) -> Import:
     """Write the run folder `run` from a Hugging Face folder.
@@ -118,7 +117,7 @@ def import_folder(
         def read() -> Iterator[tuple[str, Tensor]]:
             from data.progress import ProgressBar
 
-            for name, shape in ProgressBar(shapes.items(), desc="weights", disable=not progress):
+            for name, shape in ProgressBar(shapes.items(), desc="weights"):
                 yield name, make(foreign, name, tensors, shape)
 
         specs = sharding_specs(model)

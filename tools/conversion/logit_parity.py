@@ -52,14 +52,12 @@ class Comparison:
 
 
 def compare_logits(
-    weights: Weights, config: ModelConfig, folder: Path, tokens: Tensor, dtype: torch.dtype, *, progress: bool = False
+    weights: Weights, config: ModelConfig, folder: Path, tokens: Tensor, dtype: torch.dtype
 ) -> Comparison:
     """Compare logits on `tokens` [batch, length]. dtype: of the stored weights."""
     theirs = exported_logits(folder, tokens, config, trust_remote_code=True)  # as users load what was just written
-    ours = trainer_logits(weights, config, tokens, dtype, progress=progress)
-    exact = ours
-    if dtype != torch.float32:
-        exact = trainer_logits(weights, config, tokens, torch.float32, progress=progress)
+    ours = trainer_logits(weights, config, tokens, dtype, progress=True)
+    exact = ours if dtype == torch.float32 else trainer_logits(weights, config, tokens, torch.float32, progress=True)
     return Comparison(
         converted=(theirs - ours).abs().max().item(),
         rounded=(theirs - exact).abs().max().item(),

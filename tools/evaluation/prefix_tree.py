@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
+_SHORTEST = 16  # tokens of a prefix that is shared
 
 
 class Span(NamedTuple):
@@ -59,7 +60,7 @@ class Node:
             stack.extend(node.children)
 
 
-def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int = 16) -> list[Node]:
+def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int = _SHORTEST) -> list[Node]:
     """Return the roots of the trees that hold all inputs.
 
     Args:
@@ -104,11 +105,11 @@ def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int
     return roots
 
 
-def shared_order(prompts: Sequence[Ids], *, shortest: int = 16) -> tuple[list[int], list[int]]:
+def shared_order(prompts: Sequence[Ids]) -> tuple[list[int], list[int]]:
     """Return an order of prompts with growing common beginnings, and the tokens that each shares with all later ones.
 
     The last token of a prompt is never shared, because its output is the first of the answer. Prompts of about equal common
-    beginnings are ordered by length, longest first. Beginnings below `shortest` count as 0.
+    beginnings are ordered by length, longest first. Beginnings below 16 tokens count as 0.
     """
     if not prompts:
         return [], []
@@ -119,7 +120,7 @@ def shared_order(prompts: Sequence[Ids], *, shortest: int = 16) -> tuple[list[in
     shared = [min(_shared_length(prompt, reference), len(prompt) - 1) for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda i: (shared[i] // 128, -len(prompts[i])))
     later = list(itertools.accumulate((shared[i] for i in reversed(order)), min))[::-1]
-    return order, [length if length >= shortest else 0 for length in later]
+    return order, [length if length >= _SHORTEST else 0 for length in later]
 
 
 def _shared_length(a: Ids, b: Ids) -> int:

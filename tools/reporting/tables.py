@@ -57,10 +57,9 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_co
     return "\n\n".join("\n".join(line(row, columns) for row in (header, rule, *rows)) for columns in tables)
 
 
-def printed_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
+def printed_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table for standard output: plain and within its width on a terminal, Markdown if it is redirected."""
-    write = plain_table if sys.stdout.isatty() else markdown_table
-    return write(header, rows, text_columns=text_columns)
+    return plain_table(header, rows) if sys.stdout.isatty() else markdown_table(header, rows)
 
 
 def terminal_width() -> float:

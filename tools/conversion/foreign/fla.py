@@ -28,7 +28,7 @@ def gla(config: Mapping[str, Any]) -> Foreign:
     only(config, _COMMON | _WITH_GATE | {"expand_k": (0.5,), "expand_v": (1.0, 1), "clamp_min": (None,)})
     only(config, {"num_kv_heads": (None, config["num_heads"]), "use_gk": (True,), "use_gv": (False,)})
     model = model_of(config, "gla", {"norm": "rmsnorm", "norm_eps": norm_eps(config)}, ratio=4)
-    sources = surrounding_sources(config, model)
+    sources = surrounding_sources(model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(
@@ -49,7 +49,7 @@ def retnet(config: Mapping[str, Any]) -> Foreign:
         raise ValueError(f"expand_v = {expand}: only whole numbers have a counterpart here")
     options = {"norm": "rmsnorm", "norm_eps": norm_eps(config), "expand_v": int(expand)}
     model = model_of(config, "retnet", options, ratio=2)
-    sources = surrounding_sources(config, model)
+    sources = surrounding_sources(model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(
@@ -74,7 +74,7 @@ def hgrn2(config: Mapping[str, Any]) -> Foreign:
         raise ValueError("use_lower_bound = False has no counterpart here: layers after the first have a lower bound")
     options = {"norm_over": "all", "norm_eps": 1e-5 * head_dim, "lower_bound_range": "free"}
     model = model_of({**config, "num_heads": heads}, "hgrn2", options, ratio=4)
-    sources = surrounding_sources(config, model)
+    sources = surrounding_sources(model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(ours, theirs, {"q_proj": "q_proj", "f_proj": "f_proj", "v_proj": "i_proj"})
@@ -113,7 +113,7 @@ def model_of(config: Mapping[str, Any], mixer: str, options: dict[str, Any], *, 
     )
 
 
-def surrounding_sources(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Source | None]:
+def surrounding_sources(model: ModelConfig) -> dict[str, Source | None]:
     """Return the sources of embedding, norms, MLP and head."""
     sources: dict[str, Source | None] = {
         "embedding.weight": Source(("model.embeddings.weight",)),

@@ -104,7 +104,7 @@ def delta_rule(config: Mapping[str, Any]) -> Foreign:
         "norm_eps": norm_eps(config),
     }
     model = model_of({**config, "num_heads": model_heads}, mixer, options, ratio=4)
-    sources = surrounding_sources(config, model)
+    sources = surrounding_sources(model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(ours, theirs, _SOURCES | _SOURCES_OF[kind])
