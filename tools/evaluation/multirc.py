@@ -23,15 +23,15 @@ def multirc_metrics(samples: Samples) -> dict[str, float]:
     F1 of "correct" over all answers, without a standard error.
     """
     judged = judgements(samples)
-    questions = list(exact_matches(samples).values())
-    right = [predicted == label for predicted, label in judged]
+    exact, exact_error = _mean_and_error(list(exact_matches(samples).values()))
+    right, right_error = _mean_and_error([predicted == label for predicted, label in judged])
     hits = sum(predicted and label for predicted, label in judged)
     positive = sum(predicted + label for predicted, label in judged)
     return {
-        "exact_match": _mean(questions),
-        "exact_match_stderr": _stderr(questions),
-        "answer_acc": _mean(right),
-        "answer_acc_stderr": _stderr(right),
+        "exact_match": exact,
+        "exact_match_stderr": exact_error,
+        "answer_acc": right,
+        "answer_acc_stderr": right_error,
         "f1a": 2 * hits / positive if positive else 0.0,
     }
 
@@ -55,10 +55,6 @@ def exact_matches(samples: Samples) -> dict[str, bool]:
     return matches
 
 
-def _mean(values: Sequence[bool]) -> float:
-    return sum(values) / len(values)
-
-
-def _stderr(values: Sequence[bool]) -> float:
-    mean, count = _mean(values), len(values)
-    return math.sqrt(mean * (1 - mean) / (count - 1)) if count > 1 else math.nan
+def _mean_and_error(values: Sequence[bool]) -> tuple[float, float]:
+    mean, count = sum(values) / len(values), len(values)
+    return mean, math.sqrt(mean * (1 - mean) / (count - 1)) if count > 1 else math.nan

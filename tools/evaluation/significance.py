@@ -198,9 +198,9 @@ def _f1(x: Values, label: int) -> Values:
 
 def _sign_test(better: int, worse: int) -> float:
     """Return the two-sided exact p value: better and worse are heads and tails of a fair coin."""
-    n, k = better + worse, min(better, worse)
-    log_terms = np.array([math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in range(k + 1)])
-    return min(1.0, 2.0 * float(np.exp(log_terms - n * math.log(2.0)).sum()))
+    from scipy.stats import binomtest
+
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
 def _permutation(statistic: Callable[[Values], Values], first: Values, second: Values) -> float:

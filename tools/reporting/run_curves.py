@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
     For a masked model a second panel shows the accuracy. baseline: accuracy of the unigram model, drawn as a dotted line.
     Raises FileNotFoundError and ValueError as `read_run`.
     """
+    from scipy.interpolate import make_interp_spline
+
     data = read_run(run)
     out = out or run / "loss.png"
     masked = any("accuracy" in line for line in data.train)
@@ -77,7 +79,9 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
         axes.set(xlabel="step", ylabel=f"loss (nats per {unit})", title=f"{data.name}{_result(data)}")
         steps, tokens = (np.concatenate([[0.0], column(data.train, key)]) for key in ("step", "tokens"))
         if (np.diff(tokens) > 0).all() and (np.diff(steps) > 0).all():
-            top = axes.secondary_xaxis("top", functions=(_through(steps, tokens), _through(tokens, steps)))
+            # Lines through the points, which continue at both ends.
+            ways = [make_interp_spline(x, y, k=1) for x, y in ((steps, tokens), (tokens, steps))]
+            top = axes.secondary_xaxis("top", functions=ways)
             top.xaxis.set_major_formatter(plain_number)
             top.set_xlabel("tokens")
         for panel in panels.flat:
@@ -141,16 +145,6 @@ def distinct_names(runs: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(set(parts)):
             return names
     return names
-
-
-def _through(x: NDArray[np.float64], y: NDArray[np.float64]) -> Callable[[Any], Any]:
-    """Return a function that interpolates points with increasing x and y, and extrapolates linearly at both ends."""
-    first, last = ((y[i + 1] - y[i]) / (x[i + 1] - x[i]) for i in (0, -2))
-
-    def value(at: Any) -> Any:
-        return np.interp(at, x, y) + first * np.minimum(at - x[0], 0) + last * np.maximum(at - x[-1], 0)
-
-    return value
 
 
 def _whole_numbers() -> Any:

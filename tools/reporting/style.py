@@ -122,6 +122,8 @@ def label_lines(axes: Any, *, size: float = 8) -> None:
 
     Call it when the lines and limits of the figure are complete.
     """
+    from scipy.optimize import isotonic_regression
+
     if engine := axes.figure.get_layout_engine():
         engine.execute(axes.figure)
     box = axes.get_window_extent()
@@ -132,15 +134,10 @@ def label_lines(axes: Any, *, size: float = 8) -> None:
     ends = [(lines[label].get_xdata()[-1], lines[label].get_ydata()[-1]) for label in labels]
     heights = [(axes.transData.transform(end)[1] - box.y0) / box.height for end in ends]
     order = sorted(range(len(labels)), key=lambda index: heights[index])
-    # The nearest heights with at least `gap` between neighbours: isotonic regression by pooling adjacent violators.
-    pools: list[tuple[float, int]] = []
-    for number, index in enumerate(order):
-        mean, count = heights[index] - number * gap, 1
-        while pools and pools[-1][0] > mean:
-            other, others = pools.pop()
-            mean, count = (mean * count + other * others) / (count + others), count + others
-        pools.append((mean, count))
-    places = [mean for mean, count in pools for _ in range(count)]
+    if not order:
+        return
+    # The nearest heights with at least `gap` between neighbours.
+    places = isotonic_regression([heights[index] - number * gap for number, index in enumerate(order)]).x
     for number, index in enumerate(order):
         color = lines[labels[index]].get_color()
         axes.annotate(
