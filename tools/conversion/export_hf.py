@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,9 @@ def export(
         sizes = write_shards(temporary, stored, shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
         parameters = sum(math.prod(shape) for shape in weights.shapes.values())
         card = model_card(config, model, run=run, step=source.name, parameters=parameters, dtype=dtype, licence=licence)
-        (temporary / FILE_NAME).write_text(checksums_text(_checksums(temporary)), encoding="utf-8")
+        files = [path for path in temporary.rglob("*") if path.is_file()]
+        checksums = {path.relative_to(temporary).as_posix(): file_sha256(path) for path in files}
+        (temporary / FILE_NAME).write_text(checksums_text(checksums), encoding="utf-8")
         if fla is None:
             (temporary / "README.md").write_text(card, encoding="utf-8")  # without a hash: because users edit the card
     return Export(folder, source, weights, config, tokenizer, parameters, sum(sizes), len(sizes))
@@ -156,11 +158,6 @@ def _tokenizer(run: Path, config: dict[str, Any], checkpoint: Path) -> Tokenizer
     # A byte tokenizer without a record in the run or checkpoint is the placeholder of an import without tokenizer.
     known = saved_tokenizer(run) is not None or manifest["state"].get("tokenizer") is not None
     return read_tokenizer(run, config, manifest) if known or data_config(config).tokenizer.type != "bytes" else None
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
 
 
 def check_target(folder: Path, overwrite: bool) -> None:
@@ -271,36 +268,31 @@ def write_shards(
     progress: bool = False,
 ) -> list[int]:
     """Write one or several safetensors files, with one tensor in memory at a time. Return the bytes of each file."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     from data.progress import ProgressBar
 
-    groups: list[dict[str, tuple[int, ...]]] = [{}]
-    size = 0
-    for name, shape in shapes.items():
-        tensor_bytes = math.prod(shape) * dtype.itemsize
-        if groups[-1] and size + tensor_bytes > max_shard_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = shape
-        size += tensor_bytes
-    names = (
-        ["model.safetensors"]
-        if len(groups) == 1
-        else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    split = split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=lambda size: size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
     )
-    total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    total = sum(sizes.values())
     with ProgressBar(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
 
-        def read(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-            for name in group:
+        def read(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+            for name in names:
                 yield name, weights[name]
-                bar.update(math.prod(shapes[name]) * dtype.itemsize)
+                bar.update(sizes[name])
 
-        for file, group in zip(names, groups, strict=True):
-            write_tensors(folder / file, group, read(group), dtype=dtype)
-    if len(groups) > 1:
-        index = {name: file for file, group in zip(names, groups, strict=True) for name in group}
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
-    return [(folder / file).stat().st_size for file in names]
+        for file, names in split.filename_to_tensors.items():
+            write_tensors(folder / file, {name: shapes[name] for name in names}, read(names), dtype=dtype)
+    if split.is_sharded:
+        index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return [(folder / file).stat().st_size for file in split.filename_to_tensors]
 
 
 def _write_json(path: Path, values: Any) -> None:
