@@ -20,7 +20,15 @@ from tools.cli.arguments import (
     parse_with_overrides,
     positive,
 )
-from tools.planning.estimate import decoding_bytes, layer_flops, memory, read_config, read_config_any_layout, workload
+from tools.planning.estimate import (
+    decoding_bytes,
+    layer_flops,
+    layers_of,
+    memory,
+    read_config,
+    read_config_any_layout,
+    workload,
+)
 from tools.pretraining.run import schema
 from tools.reporting.tables import terminal_width
 
@@ -201,7 +209,7 @@ def layouts(
             # The engine calls the layers in one way for ZeRO 1 and 2, in another for 3.
             called = (layout.tensor, layout.context, layout.sequence_parallel, stage == 3)
             if called not in known:
-                known[called] = _layers(candidate, layout, dtype, stage)
+                known[called] = layers_of(candidate, layout, dtype)
             yield Row(
                 layout,
                 candidate.batch.data_ranks,
@@ -262,21 +270,6 @@ def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str
         "workspace of one layer (logits in chunks included); busy: share of time spent computing",
     )
     return "\n\n".join(tables) + "\n" + "\n".join(notes)
-
-
-def _layers(config: Config[ModelConfig], layout: Layout, dtype: str, stage: int) -> list[LayerCost]:
-    from megatron_lite.engine.precision import DTYPES
-    from tools.planning.layer_memory import layer_costs
-
-    return layer_costs(
-        config.model,
-        dtype=DTYPES[dtype],
-        micro_batch_size=config.batch.micro_batch_size,
-        sequence_length=config.batch.sequence_length,
-        layout=layout,
-        parallel=config.parallel.model_copy(update={"zero_stage": stage}),
-        fp8=config.precision.fp8,
-    )
 
 
 if __name__ == "__main__":

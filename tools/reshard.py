@@ -9,6 +9,7 @@ new layout then reads mostly one file instead of many. Tensors, optimizer state 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,10 +80,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
             shard = shard_of(ShardingSpec(entry["partition"]), tuple(entry["shape"]), index, tensor)
             if shard.count == 1 and index:
                 break
-            numel = 1
-            for size in shard.shape(tuple(entry["shape"])):
-                numel *= size
-            for rank, start, stop in _shares(numel, data):
+            for rank, start, stop in _shares(math.prod(shard.shape(tuple(entry["shape"]))), data):
                 owner = (stage_of[layer] * data + rank) * tensor + index
                 ranks[owner].append(checkpoint.TensorSlice(name, shard, start, stop - start))
     layout = {"world_size": len(ranks), "data": data, "tensor": tensor, "pipeline": pipeline, "context": 1}

@@ -125,24 +125,30 @@ def memory(
 
 def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> dict[str, float]:
     """Return the bytes by part of the process with the most memory. On a CPU (not `cuda`) the layers are executed."""
-    from megatron_lite.engine.precision import DTYPES
     from megatron_lite.parallel.layout import Layout
-    from tools.planning.layer_memory import layer_costs
 
     parallel = config.parallel
     layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
-    layers = layer_costs(
+    layers = layers_of(config, layout, dtype, cuda=cuda)
+    stage = max(1, parallel.zero_stage)
+    return memory(layers, layer_flops(config), config, layout, dtype, stage, overlap=cuda, released=cuda)
+
+
+def layers_of(config: Config[ModelConfig], layout: Layout, dtype: str, *, cuda: bool = True) -> list[LayerCost]:
+    """Return `layer_costs` of a configuration. On a CPU (not `cuda`) the layers are executed."""
+    from megatron_lite.engine.precision import DTYPES
+    from tools.planning.layer_memory import layer_costs
+
+    return layer_costs(
         config.model,
         dtype=DTYPES[dtype],
         micro_batch_size=config.batch.micro_batch_size,
         sequence_length=config.batch.sequence_length,
         layout=layout,
-        parallel=parallel,
+        parallel=config.parallel,
         fp8=config.precision.fp8,
         device="meta" if cuda else "cpu",
     )
-    stage = max(1, parallel.zero_stage)
-    return memory(layers, layer_flops(config), config, layout, dtype, stage, overlap=cuda, released=cuda)
 
 
 def layers_by_stage(

@@ -210,7 +210,7 @@ def test_estimate_is_within_3_percent_of_gpu_measurements(name):
     words += [f"parallel.{size}={getattr(layout, size)}" for size in ("tensor", "pipeline", "context")]
     words.append(f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}")
     config = plan.read_config(["configs/metala_1.4b.yml", *words], gpus)
-    layers = plan._layers(config, layout, "bf16", 1)
+    layers = plan.layers_of(config, layout, "bf16")
     parts = plan.memory(layers, plan.layer_flops(config), config, layout, "bf16", 1)
     estimated = sum(parts.values()) / GIB
     assert estimated == pytest.approx(measured, rel=0.03)
@@ -251,12 +251,11 @@ def test_kernels_without_triton_refuse_to_launch():
 def test_projections_are_fused_in_the_estimate_as_in_the_engine(monkeypatch):
     fused = []
     monkeypatch.setattr(parallelize, "fuse_projections", lambda layer, tensor: fused.append(tensor))
-    config = plan.read_config(SMALL, 1)
     for stage, words in ((1, []), (3, []), (1, ["parallel.compile=true"])):
         fused.clear()
-        plan._layers(plan.read_config([*SMALL, *words], 1), Layout(), "bf16", stage)
+        plan.layers_of(plan.read_config([*SMALL, f"parallel.zero_stage={stage}", *words], 1), Layout(), "bf16")
         assert bool(fused) == (stage < 3 and not words)
-    plan._layers(config, Layout(tensor=2), "bf16", 2)
+    plan.layers_of(plan.read_config(SMALL, 1), Layout(tensor=2), "bf16")
     assert fused[-1].count == 2
 
 
