@@ -283,31 +283,11 @@ def _runs_of_model(
     only, more = experiment.only.get(name, Only()), experiment.more_lrs
     widths = [w for w in experiment.widths if only.widths is None or w in only.widths]
     extra = more.lrs if name in more.tasks and model in more.models else ()
+    values = {key.name: getattr(experiment, key.name) for key in fields(Run) if key.name in Experiment.model_fields}
+    values |= {"task": task, "model": model, "length": length, "data": data, "precision": precision}
+    values["batch_size"] = _batch_size(experiment, length)
     return [
-        Run(
-            suite=experiment.suite,
-            task=task,
-            model=model,
-            width=width,
-            lr=lr,
-            weight_decay=decay,
-            seed=seed,
-            length=length,
-            epochs=experiment.epochs,
-            evaluate_every=experiment.evaluate_every,
-            target=experiment.target,
-            batch_size=_batch_size(experiment, length),
-            min_lr=experiment.min_lr,
-            decayed=experiment.decayed,
-            precision=precision,
-            data=data,
-            network=experiment.network,
-            warmup_steps=experiment.warmup_steps,
-            scored=experiment.scored,
-            schedule=experiment.schedule,
-            drop_last=experiment.drop_last,
-            epoch_steps=experiment.epoch_steps,
-        )
+        Run(**values, width=width, lr=lr, weight_decay=decay, seed=seed)
         for width, seed in product(widths, experiment.seeds)
         for lr, decay in product(sorted({*experiment.lrs, *extra}), experiment.weight_decays)
     ]
