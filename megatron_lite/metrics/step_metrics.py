@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import resource
 from typing import TYPE_CHECKING
 
-from megatron_lite.metrics.peak_memory import peak_memory_gib
+import torch
 
 if TYPE_CHECKING:
     from megatron_lite.engine.engine import Engine, StepResult
@@ -55,7 +56,7 @@ class StepMetrics:
             "gradient_norm": result.gradient_norm,
             "tokens": consumed_tokens,
             "tokens_per_second": tokens / seconds,
-            "memory_gib": peak_memory_gib(self._engine.grid.device),
+            "memory_gib": _peak_memory_gib(self._engine.grid.device),
             "skipped_steps": skipped_steps,
             "data_seconds": data_seconds,
             "data_share": data_seconds / seconds,
@@ -70,3 +71,10 @@ class StepMetrics:
             values["step_seconds_spread"] = spread.ratio
             values["probe_spread"] = spread.probe_ratio
         return values
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    """Return the peak memory in GiB: allocated by torch on a GPU, resident size of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # kilobytes on Linux
