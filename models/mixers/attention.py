@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.projections import FusedProjections, apply_each, linear
-from ..operators.attention_over_ranks import attention_over_ranks, whole
 from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state
-from ..operators.dot_product import dot_product, packed_flash_attention, takes_flash
+from ..operators.dot_product import attention_over_ranks, dot_product, packed_flash_attention, takes_flash, whole
 from ..operators.rotary import Yarn, check_yarn, rotary, rotate
 from ..operators.varlen import check_packed, segment_starts
 from ..options import ModelShape, option, require_at_least, require_divisor

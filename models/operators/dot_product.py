@@ -1,7 +1,9 @@
-"""Softmax attention of given queries, keys and values: which implementation of PyTorch computes it."""
+"""Softmax attention of given queries, keys and values: which implementation of PyTorch computes it, and over several ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backend import SIXTEEN_BITS, replaceable
+from .context_parallel import ContextParallelGroup, from_previous_rank
+
+DotProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, int | None], Tensor]
 
 
 @replaceable
@@ -87,3 +92,90 @@ def packed_flash_attention(
         window_size=(left, 0 if is_causal else -1),
     )
     return o
+
+
+def attention_over_ranks(
+    group: ContextParallelGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    causal: bool,
+    window: int | None,
+    dot_product: DotProduct,
+) -> Tensor:
+    """Return the attention of the local shard's queries to the keys of the whole sequence, in q's shape.
+
+    A causal query reads all earlier keys, so contiguous shards would give the last rank most of the work. Each rank therefore
+    computes two pieces of half a shard: one from the start of the sequence and its mirror image from the end. The outputs are
+    gathered again. The all-gathers cost little beside attention, whose work grows with the square of the length.
+    Llama 3 (arXiv 2407.21783, section 3.3.2) balances causal work and gathers keys and values in this way. A window that
+    reaches into the previous shard only needs the last window - 1 keys and values of that shard.
+
+    q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim], local shards. mask: [batch, length * count]
+    bool of the whole sequence, False for padding, or None. cu_seqlens: [segments + 1] of the whole sequence, or None; a query
+    then reads its own segment only. window: with causal, a query reads its own key and window - 1 earlier real ones; None for
+    all. dot_product: (q, k, v [batch, heads, length, head_dim], mask, is_causal, window) -> o; if causal, the last query and the
+    last key are one token.
+    """
+    length, count, own = q.shape[1], group.count, group.index
+    bounds = [0, length * count] if cu_seqlens is None else cu_seqlens.tolist()
+    # Repeated for grouped queries after the exchange.
+    groups = q.shape[2] // k.shape[2]
+    # With padding a window, which counts real tokens, may reach further.
+    reach = window - 1 if window is not None and causal and mask is None and window <= length + 1 else None
+    first_query = first_key = 0  # places in the whole sequence of the tensors' first tokens
+    if reach is not None:
+        first_query, first_key = own * length, own * length - reach
+        if reach:
+            sent = torch.cat([k, v], -1)[:, length - reach :]
+            before = from_previous_rank(group, sent.contiguous()).chunk(2, -1)
+            k, v = (torch.cat([previous, x], 1) for previous, x in zip(before, (k, v), strict=True))
+    else:
+        q, k, v = (whole(group, x) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+
+    # The number of real keys up to each token, from which windows are measured.
+    counted = None if mask is None or window is None else mask.cumsum(1)
+
+    def attend(first: int, last: int) -> Tensor:
+        parts = []
+        for start, end in pairwise(bounds):
+            begin, stop = max(start, first), min(end, last)
+            if begin >= stop:
+                continue
+            if window is not None and mask is None:
+                start = max(start, begin - window + 1)
+            read = slice(start, stop if causal else end)
+            allowed = None
+            if mask is not None:
+                query, key = (torch.arange(*span, device=q.device) for span in ((begin, stop), (read.start, read.stop)))
+                seen = mask[:, None, read] & (key <= query[:, None]) if causal else mask[:, None, read]
+                if counted is not None and window is not None:
+                    seen = seen & (counted[:, begin:stop, None] - counted[:, None, read] < window)
+                # A padded query attends to itself, as on one rank.
+                allowed = (seen | (key == query[:, None]))[:, None]
+            queries = q[:, :, begin - first_query : stop - first_query]
+            keys, values = (x[:, :, read.start - first_key : read.stop - first_key] for x in (k, v))
+            parts.append(dot_product(queries, keys, values, allowed, causal and mask is None, window))
+        return torch.cat(parts, 2)
+
+    if reach is not None or not causal or length % 2:
+        return attend(own * length, (own + 1) * length).transpose(1, 2)
+    half, pieces = length // 2, 2 * count
+    computed = [attend(piece * half, (piece + 1) * half) for piece in (own, pieces - 1 - own)]
+    gathered = group.gather(torch.cat(computed, 2).transpose(1, 2).contiguous())
+
+    def piece_of(number: int) -> Tensor:
+        return gathered[number][:, :half] if number < count else gathered[pieces - 1 - number][:, half:]
+
+    return torch.cat([piece_of(2 * own), piece_of(2 * own + 1)], 1)
+
+
+def whole(group: ContextParallelGroup, x: Tensor) -> Tensor:
+    """Return x [batch, length, ...] of all ranks as [batch, count * length, ...]."""
+    return group.gather(x.contiguous()).movedim(0, 1).flatten(1, 2)
