@@ -12,9 +12,10 @@ from ..layers.embedding import token_positions
 from ..layers.gated_norm import gated_head_norm
 from ..layers.projections import head_indices, linear
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
+from ..operators.rotary import rotary, rotate
 from ..operators.varlen import without_padding
 from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, option, require_at_least, require_divisor, require_positive
-from ..precision import to_accumulation_dtype
+from ..precision import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,10 @@ class RetNet(nn.Module):
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim_k)) for proj in (self.q_proj, self.k_proj))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         position, end = token_positions(x, mask, cu_seqlens, state.get("position"))
-        q, k = _rotate(q, k, position, self.options.rotary_base)
-        log_decay = torch.log1p(-torch.exp2(-5 - self.head_index.to(to_accumulation_dtype(q).dtype)))[:, None].expand(
-            *q.shape[:3], 1
-        )
+        dtype = accumulation_dtype(q)
+        cos, sin = rotary(position, self.head_dim_k, self.options.rotary_base, dtype=dtype)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        log_decay = torch.log1p(-torch.exp2(-5 - self.head_index.to(dtype)))[:, None].expand(*q.shape[:3], 1)
         log_decay, k = without_padding(mask, log_decay, k)
         o, recurrent = gated_linear_attention(
             q,
@@ -116,17 +117,3 @@ class RetNet(nn.Module):
         size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
         projections = (4 + 6 * self.options.expand_v) * size * size
         return projections + size // dim_k * flops_per_head(length, dim_k, dim_v)
-
-
-def _rotate(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    """Rotate the pairs (c, c + head_dim / 2) of q and k [batch, length, heads, head_dim] by position * theta_c."""
-    half = q.shape[-1] // 2
-    theta = base ** (-torch.arange(half, device=q.device, dtype=to_accumulation_dtype(q).dtype) / half)
-    angle = position[:, :, None, None] * theta
-    cos, sin = angle.cos(), angle.sin()
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second = to_accumulation_dtype(x).chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-
-    return rotate(q), rotate(k)

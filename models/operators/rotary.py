@@ -79,12 +79,14 @@ def check_yarn(options: Any) -> None:
         )
 
 
-def rotary(position: Tensor, dim: int, base: float, yarn: Yarn | None = None) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, [batch, length, 1, dim / 2] in float32, for position [batch, length]. With YaRN they are scaled."""
-    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=position.device) / dim)
+def rotary(
+    position: Tensor, dim: int, base: float, yarn: Yarn | None = None, *, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, [batch, length, 1, dim / 2], for position [batch, length]. With YaRN they are scaled."""
+    frequency = base ** (-torch.arange(0, dim, 2, dtype=dtype, device=position.device) / dim)
     if yarn is not None:
         frequency = yarn.frequencies(frequency, base)
-    angle = position.clamp_min(0)[:, :, None, None].float() * frequency
+    angle = position.clamp_min(0)[:, :, None, None].to(dtype) * frequency
     cos, sin = angle.cos(), angle.sin()
     return (cos, sin) if yarn is None else (cos * yarn.scale, sin * yarn.scale)
 
@@ -92,7 +94,7 @@ def rotary(position: Tensor, dim: int, base: float, yarn: Yarn | None = None) ->
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first channels of every head of x [batch, length, heads, head_dim], in pairs (c, c + dim / 2).
 
-    Computed in float32, returned in x's dtype.
+    Computed in the dtype of cos and sin, returned in x's dtype.
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
