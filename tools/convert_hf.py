@@ -122,7 +122,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _check(done: Export, options: argparse.Namespace) -> int:
-    from megatron_lite.engine.precision import DTYPES
+    from megatron_lite.dtypes import DTYPES
     from tools.conversion.logit_parity import compare_logits, real_text, rows_of, rows_without_tokenizer
     from tools.conversion.tokenizer import check_same_ids
     from tools.loading.model import model_config

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_lite.dtypes import torch_name
 from megatron_lite.fault_tolerance.finite_check import is_finite
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -52,7 +53,7 @@ def write_tensors(
                 not_finite.append(name)
             file.write(flat.view(torch.uint8).numpy().data)
         if not_finite:
-            kind = str(dtype).removeprefix("torch.")
+            kind = torch_name(dtype)
             raise ValueError(
                 f"not finite as {kind}, and not written: {', '.join(not_finite)}. Use other weights"
                 + (", or a dtype with a larger range" if dtype.itemsize < 4 else "")

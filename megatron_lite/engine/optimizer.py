@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_lite.config.optimizer_schema import muon_conflict
 from megatron_lite.config.schema import OptimizerConfig, ParallelConfig
+from megatron_lite.dtypes import DTYPES
 from megatron_lite.engine.model_shard import ModelShard
 from megatron_lite.optim.muon import MuonOptions
 from megatron_lite.optim.param_groups import build_optimizer
@@ -47,7 +48,7 @@ def optimizer_of(
         muon = MuonOptions(
             momentum=config.muon.momentum,
             nesterov=config.muon.nesterov,
-            momentum_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[config.muon.momentum_dtype],
+            momentum_dtype=DTYPES[config.muon.momentum_dtype],
             compute_dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
             per_head=config.muon.per_head,
         )

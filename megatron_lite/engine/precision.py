@@ -1,4 +1,4 @@
-"""Number formats by name, the faster one of a machine, and which layers multiply in FP8."""
+"""The faster number format of a machine, and which layers multiply in FP8."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from megatron_lite.config.fp8_schema import Fp8Config
+from megatron_lite.dtypes import DTYPES
 from megatron_lite.parallel.fp8_projections import select_projections
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:

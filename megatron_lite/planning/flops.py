@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_lite.dtypes import DTYPES
+
 
 class Layer(Protocol):
     """A layer that reports its FLOPs."""
@@ -88,10 +90,9 @@ def measure_peak_flops(device: torch.device, dtype: str, seconds: float = 0.5) -
         seconds: duration of the measurement; at least two matmuls run.
     """
     size = 8192 if device.type == "cuda" else 1024
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     # Random, because a GPU multiplies constants faster. An own generator leaves the random state of the run unchanged.
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.rand(size, size, device=device, generator=generator).to(kind) for _ in range(2))
+    a, b = (torch.rand(size, size, device=device, generator=generator).to(DTYPES[dtype]) for _ in range(2))
     fastest = float("inf")
     runs, end = 0, time.perf_counter() + seconds
     while runs < 2 or time.perf_counter() < end:

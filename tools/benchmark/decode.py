@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_lite.config.files import ConfigError, read_sources
+from megatron_lite.dtypes import torch_name
 from models.config import ModelConfig
 from tools.cli.devices import device_of
 
@@ -68,7 +69,7 @@ def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int,
             peer = _llama(model, device, dtype)
             for context in contexts:
                 add(_measure_llama(peer, context, batch, steps))
-    print(table([asdict(row) for row in rows], f"{config.stem}, {str(dtype).removeprefix('torch.')}, decoding"))
+    print(table([asdict(row) for row in rows], f"{config.stem}, {torch_name(dtype)}, decoding"))
     print("\n" + "\n".join(ratios(rows)))
     return rows
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.dtypes import torch_name
+
 PROJECT = "metalion"
 # The project's models under test: the configuration, and changes to it. "metalion-bf16" stores the same formats as the peers.
 _ELEMENTWISE = "parallel.activation_checkpointing.mode=elementwise"
@@ -280,7 +282,7 @@ def _peer(
 
 
 def _short(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype).removeprefix("torch."))
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, torch_name(dtype))
 
 
 MODELS_UNDER_TEST: Mapping[str, Callable[[Settings, torch.device], Training]] = {

@@ -21,7 +21,7 @@ from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.checksums import FILE_NAME, checksums_text, file_sha256
 from megatron_lite.checkpoint.reader import Weights, read_config_yaml, read_manifest, resolve
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
-from megatron_lite.engine.precision import DTYPES
+from megatron_lite.dtypes import DTYPES, torch_name
 from models.config import ModelConfig
 from tools.conversion.export_images import class_names, write_image_description
 from tools.conversion.flatten_source import flat_source
@@ -39,7 +39,6 @@ from tools.loading.tokenizer import read_tokenizer, save_tokenizer, saved_tokeni
 
 # Folder of an export with the run's configuration and tokenizer, which an import needs for further training.
 TRAINING_FOLDER = "training"
-TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def export(
         shapes = weights.shapes
         if fla is None:
             if images:
-                write_image_description(temporary, model, config, TORCH_NAMES[dtype], names)
+                write_image_description(temporary, model, config, torch_name(DTYPES[dtype]), names)
             else:
                 write_description(temporary, model, tokenizer, dtype, length)
             write_training_folder(temporary, config, tokenizer)
@@ -137,7 +136,7 @@ def export(
             special = (
                 {} if tokenizer is None else export_tokenizer(tokenizer, temporary, causal=True, max_length=length)
             )
-            _write_json(temporary / "config.json", {**fla, **_ids(special), "dtype": TORCH_NAMES[dtype]})
+            _write_json(temporary / "config.json", {**fla, **_ids(special), "dtype": torch_name(DTYPES[dtype])})
             stored = Renamed(translate(fla), weights)
             with torch.device("meta"):
                 of_shapes = {name: torch.empty(shape) for name, shape in weights.shapes.items()}
@@ -229,7 +228,7 @@ def write_description(
         "model_type": "metalion",
         **dataclasses.asdict(model),
         **ids,
-        "dtype": TORCH_NAMES[dtype],
+        "dtype": torch_name(DTYPES[dtype]),
         "use_cache": True,
     }
     _write_json(folder / "config.json", config)

@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers.utils import logging
 
 from megatron_lite.checkpoint.checksums import file_sha256
-from megatron_lite.engine.precision import DTYPES
+from megatron_lite.dtypes import DTYPES, torch_name
 from tools.evaluation.request_pairs import Pair, RequestCounts, refuse_longer, split_pair
 from tools.evaluation.row_checks import first_line
 
@@ -51,7 +51,7 @@ class HuggingFaceLM(HFLM):
             super().__init__(
                 pretrained=name,
                 device=device,
-                dtype=str(DTYPES[dtype]).removeprefix("torch.") if dtype in DTYPES else dtype,
+                dtype=torch_name(DTYPES[dtype]) if dtype in DTYPES else dtype,
                 batch_size=batch_size,
                 max_length=max_length,
                 trust_remote_code=trust_remote_code,

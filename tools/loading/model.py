@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.reader import read_config_yaml, read_manifest, read_weights, resolve
-from megatron_lite.engine.precision import DTYPES
+from megatron_lite.dtypes import DTYPES
 from megatron_lite.fault_tolerance.finite_check import names_not_finite
 from models.config import ModelConfig
 from models.language_model import LanguageModel

@@ -17,8 +17,9 @@ import torch
 
 from megatron_lite.checkpoint.resume import check_start
 from megatron_lite.config.schema import Config
+from megatron_lite.dtypes import DTYPES
 from megatron_lite.engine.optimizer import check_matrices
-from megatron_lite.engine.precision import DTYPES, faster_dtype, fp8_summary
+from megatron_lite.engine.precision import faster_dtype, fp8_summary
 from megatron_lite.optim.param_groups import matrices_of
 from megatron_lite.parallel.fp8_projections import check_device
 from megatron_lite.parallel.layout import Layout

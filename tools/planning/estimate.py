@@ -136,7 +136,7 @@ def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> 
 
 def layers_of(config: Config[ModelConfig], layout: Layout, dtype: str, *, cuda: bool = True) -> list[LayerCost]:
     """Return `layer_costs` of a configuration. On a CPU (not `cuda`) the layers are executed."""
-    from megatron_lite.engine.precision import DTYPES
+    from megatron_lite.dtypes import DTYPES
     from tools.planning.layer_memory import layer_costs
 
     return layer_costs(
@@ -261,7 +261,7 @@ def decoding_bytes(model: ModelConfig, length: int, dtype: str) -> int | None:
     """Return the bytes that decoding keeps per sequence after `length` tokens; None for a model that cannot decode."""
     import torch
 
-    from megatron_lite.engine.precision import DTYPES
+    from megatron_lite.dtypes import DTYPES
     from models.language_model import layer_specs
     from tools.planning.meta_device import kernels_of_cuda
 
