@@ -159,7 +159,8 @@ def _expand(entry: str) -> list[SourceFile]:
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return [SourceFile(path, "saved dataset")]
     if path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+        files = (p for p in path.rglob("*") if p.is_file())
+        inside = sorted(p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts))
         chosen = [p for p in inside if _plain_suffix(p) in FOLDER_SUFFIXES]
         if not chosen:
             present = Counter(p.suffix or "(none)" for p in inside).most_common(5)
@@ -197,7 +198,3 @@ def _plain_suffix(path: Path) -> str:
     for suffix in COMPRESSED_SUFFIXES:
         name = name.removesuffix(suffix)
     return Path(name).suffix
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)

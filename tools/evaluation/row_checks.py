@@ -135,14 +135,6 @@ def _labelled_choices(row: Row) -> str:
     return ""
 
 
-def _endings(row: Row) -> str:
-    return _texts("endings", row["endings"], 4)
-
-
-def _options(row: Row) -> str:
-    return _texts("options", row["options"], 4)
-
-
 def _pronoun(row: Row) -> str:
     text, pronoun, place = row["text"], row["pronoun"], row["pronoun_loc"]
     inside = _is_place(place, len(text)) and text.startswith(pronoun, place)
@@ -171,10 +163,6 @@ def _word_in_sentences(row: Row) -> str:
     return ""
 
 
-def _blank(row: Row) -> str:
-    return "" if "_" in row["sentence"] else "has no _ in its sentence, where the options would stand"
-
-
 def _quotable(row: Row) -> str:
     """Check an answer that the harness writes between three apostrophes and reads as Python."""
     try:
@@ -200,11 +188,13 @@ _CHECKS: dict[str, Callable[[Row], str]] = {
     "arc_easy": _labelled_choices,
     "arc_challenge": _labelled_choices,
     "openbookqa": _labelled_choices,
-    "hellaswag": _endings,
-    "logiqa": _options,
+    "hellaswag": lambda row: _texts("endings", row["endings"], 4),
+    "logiqa": lambda row: _texts("options", row["options"], 4),
     "wsc273": _pronoun,
     "wsc": _spans,
     "wic": _word_in_sentences,
-    "winogrande": _blank,
+    "winogrande": lambda row: (
+        "" if "_" in row["sentence"] else "has no _ in its sentence, where the options would stand"
+    ),
     "multirc": _quotable,
 }

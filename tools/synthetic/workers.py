@@ -234,7 +234,7 @@ class Trainer:
                 examples,
                 self._device,
                 graph=self._graph,
-                progress=partial(_send_progress, send),
+                progress=lambda steps, text: send(("progress", (steps, text))),
                 checkpoint_folder=self._unfinished,
                 end=self._end,
             )
@@ -336,10 +336,6 @@ def _work(
             connection.send(("failed", f"{type(error).__name__}: {error}"))
             continue
         trainer.train(group, send)
-
-
-def _send_progress(send: Callable[[Message], object], steps: int, text: str) -> None:
-    send(("progress", (steps, text)))
 
 
 def _status(process: Any) -> Any:

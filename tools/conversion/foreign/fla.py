@@ -18,6 +18,7 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "attn": (None,),
     "attnres_block_size": (None,),
 }
+_WITH_GATE_NAMES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "gate_proj": "g_proj"}
 
 
 def gla(config: Mapping[str, Any]) -> Foreign:
@@ -31,10 +32,7 @@ def gla(config: Mapping[str, Any]) -> Foreign:
     sources = surrounding_sources(model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
-        sources |= linears(
-            ours, theirs, {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "gate_proj": "g_proj"}
-        )
-        sources |= linears(ours, theirs, {"decay_down": "gk_proj.0", "decay_up": "gk_proj.1"})
+        sources |= linears(ours, theirs, _WITH_GATE_NAMES | {"decay_down": "gk_proj.0", "decay_up": "gk_proj.1"})
         sources[f"{ours}.decay_up.bias"] = Source((f"{theirs}.gk_proj.1.bias",))
         sources[f"{ours}.gate_proj.bias"] = None
         sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate")
@@ -52,9 +50,7 @@ def retnet(config: Mapping[str, Any]) -> Foreign:
     sources = surrounding_sources(model)
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
-        sources |= linears(
-            ours, theirs, {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "gate_proj": "g_proj"}
-        )
+        sources |= linears(ours, theirs, _WITH_GATE_NAMES)
         sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate")
     return Foreign(model, sources, tied(model))
 

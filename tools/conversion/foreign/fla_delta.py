@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from models.config import ModelConfig
 from models.layers.delta_rule_mixer import DeltaRuleOptions, DeltaRuleSizes, delta_rule_sizes
@@ -108,9 +107,9 @@ def delta_rule(config: Mapping[str, Any]) -> Foreign:
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(ours, theirs, _SOURCES | _SOURCES_OF[kind])
-        for name in "qkv":
-            their_conv = f"{theirs}.{name}_conv1d.weight"
-            sources[f"{ours}.conv_{name}.weight"] = Source((their_conv,), _without_group, _with_group)
+        for name in "qkv":  # the weight of a convolution is [channels, 1, kernel] there
+            convolution = Source((f"{theirs}.{name}_conv1d.weight",), lambda w: w.squeeze(1), lambda w: w.unsqueeze(1))
+            sources[f"{ours}.conv_{name}.weight"] = convolution
         sources[f"{ours}.norm_weight"] = Source((f"{theirs}.o_norm.weight",))
         if kind != "delta_net":
             sources[f"{ours}.a_log"] = Source((f"{theirs}.A_log",))
@@ -152,7 +151,9 @@ def rwkv7(config: Mapping[str, Any]) -> Foreign:
     sources: dict[str, Source | None] = {"embedding.weight": Source(("model.embeddings.weight",))}
     if first_norm:
         norm = ("model.layers.0.pre_norm.weight", "model.layers.0.pre_norm.bias")
-        sources["embedding.weight"] = Source(("model.embeddings.weight", *norm), partial(_normed, eps=eps))
+        sources["embedding.weight"] = Source(
+            ("model.embeddings.weight", *norm), lambda rows, weight, bias: F.layer_norm(rows, [size], weight, bias, eps)
+        )
     if not tie:
         sources["head.weight"] = Source(("lm_head.weight",))
     norms = {"head.norm": "model.norm"}
@@ -265,19 +266,6 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
     names |= {"head_dim": sizes.head_dim_k, "expand_v": sizes.head_dim_v / sizes.head_dim_k}
     same = ("conv_kernel", "allow_negative_eigenvalues", "norm_eps")
     return names | {key: getattr(options, key) for key in same}
-
-
-def _normed(rows: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(rows, weight.shape, weight, bias, eps)
-
-
-def _without_group(weight: Tensor) -> Tensor:
-    """Return the weight of a convolution, [channels, 1, kernel] there, as [channels, kernel]."""
-    return weight.squeeze(1)
-
-
-def _with_group(weight: Tensor) -> Tensor:
-    return weight.unsqueeze(1)
 
 
 @cache
