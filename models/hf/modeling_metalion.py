@@ -243,18 +243,9 @@ class MetalionForImageClassification(MetalionPreTrainedModel):
 
         pixel_values: [batch, 3, image_size, image_size], normalised as by the export's image processor.
         """
-        collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        hidden, collected = self.embedding(pixel_values), []
-        for block in self.blocks:
-            if collect:
-                collected.append(hidden)
-            if self.gradient_checkpointing and self.training:
-                hidden = self._gradient_checkpointing_func(block.__call__, hidden)
-            else:
-                hidden = block(hidden)
+        hidden, _, _, states = self._run(pixel_values, None, None, output_hidden_states)
         logits = self.head(hidden)
         loss = None if labels is None else torch.nn.functional.cross_entropy(logits.float(), labels)
-        states = (*collected, self.head.norm(hidden)) if collect else None
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=states)
 
 

@@ -113,7 +113,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         past_key_values: RecurrentCache | None = None,
         use_cache: bool | None = False,
     ) -> tuple[Tensor, Tensor | None, RecurrentCache | None, tuple[Tensor, ...] | None]:
-        """Run embedding and blocks.
+        """Run embedding and blocks. input_ids: of an image classifier the pixels.
 
         Returns the hidden states before the last norm, the mask of these positions, the cache, and with
         output_hidden_states the inputs of all blocks and the hidden states after the norm.
