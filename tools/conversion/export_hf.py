@@ -26,14 +26,14 @@ from models.config import ModelConfig
 from tools.conversion.export_images import class_names, write_image_description
 from tools.conversion.flatten_source import flat_source
 from tools.conversion.foreign.fla_delta import fla_config
-from tools.conversion.foreign.mapping import Renamed, nearest
+from tools.conversion.foreign.mapping import Renamed
 from tools.conversion.foreign.registry import translate
 from tools.conversion.hf_folder import read_config
 from tools.conversion.logit_parity import real_text
 from tools.conversion.model_card import model_card
 from tools.conversion.tokenizer import export_tokenizer, tokenizer_at
 from tools.loading.image_data import CLASSES
-from tools.loading.model import model_config, run_folder
+from tools.loading.model import check_shapes, model_config, run_folder
 from tools.loading.token_data import data_config
 from tools.loading.tokenizer import read_tokenizer, save_tokenizer, saved_tokenizer
 
@@ -182,26 +182,6 @@ def check_vocabulary(entries: int, rows: int, tokenizer: str) -> None:
         raise ValueError(
             f"the tokenizer {tokenizer} has {entries} entries and the embedding {rows} rows: give the tokenizer that the "
             "model was trained with"
-        )
-
-
-def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, source: Path | str) -> None:
-    """Raise ValueError naming missing and unknown tensors, with the nearest name, and wrong shapes."""
-    from models.language_model import LanguageModel
-
-    with torch.device("meta"):
-        needed = {name: tuple(p.shape) for name, p in LanguageModel(config).named_parameters()}
-    missing, unknown = needed.keys() - given.keys(), given.keys() - needed.keys()
-    problems = [f"{name} is missing{nearest(name, unknown)}" for name in missing]
-    problems += [f"{name} is unknown{nearest(name, needed)}" for name in unknown]
-    problems += [
-        f"{name} is {list(given[name])}, the configuration needs {list(shape)}"
-        for name, shape in needed.items()
-        if name in given and given[name] != shape
-    ]
-    if problems:
-        raise ValueError(
-            f"{source}: {len(problems)} tensors do not fit the configuration: " + "; ".join(sorted(problems)[:6])
         )
 
 

@@ -5,6 +5,8 @@ The layout that wrote the checkpoint does not matter.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,27 +157,38 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
 
 
 def build_model(config: ModelConfig, weights: dict[str, Tensor], source: Path | str = "the weights") -> LanguageModel:
-    """Return a model with tensors by their canonical names. The weights are not initialised first.
-
-    Raises ValueError naming the first tensors whose shape differs from the configuration.
-    """
+    """Return a model with tensors by their canonical names. The weights are not initialised first. Raises as `check_shapes`."""
+    check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, config, source)
     with torch.device("meta"):
         model = LanguageModel(config)
-    needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    differing = [
-        f"{name}: {given.get(name, 'absent')} in the weights, {needed.get(name, 'absent')} in the model"
-        for name in sorted(needed.keys() | given.keys())
-        if needed.get(name) != given.get(name)
-    ]
-    if differing:
-        raise ValueError(
-            f"{source}: {len(differing)} tensors do not fit its configuration: {'; '.join(differing[:3])}. Copy it again"
-        )
     model.load_state_dict(weights, strict=False, assign=True)
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
     return model
+
+
+def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, source: Path | str) -> None:
+    """Raise ValueError naming missing and unknown tensors, with the nearest name, and wrong shapes."""
+    with torch.device("meta"):
+        needed = {name: tuple(p.shape) for name, p in LanguageModel(config).named_parameters()}
+    missing, unknown = needed.keys() - given.keys(), given.keys() - needed.keys()
+    problems = [f"{name} is missing{nearest(name, unknown)}" for name in missing]
+    problems += [f"{name} is unknown{nearest(name, needed)}" for name in unknown]
+    problems += [
+        f"{name} is {list(given[name])}, the configuration needs {list(shape)}"
+        for name, shape in needed.items()
+        if name in given and given[name] != shape
+    ]
+    if problems:
+        raise ValueError(
+            f"{source}: {len(problems)} tensors do not fit the configuration: {'; '.join(sorted(problems)[:6])}. Copy it again"
+        )
+
+
+def nearest(name: str, others: Iterable[str]) -> str:
+    """Return " (nearest: NAME)", or an empty text if no name is similar."""
+    close = difflib.get_close_matches(name, list(others), n=1)
+    return f" (nearest: {close[0]})" if close else ""
 
 
 def run_folder(checkpoint: Path, config: dict[str, Any]) -> Path:

@@ -56,7 +56,7 @@ def test_weights_of_another_shape(trained_run: Path) -> None:
     weights["blocks.0.mixer.q_proj.weight"] = torch.zeros(3, 3)
     del weights["blocks.1.norm1.weight"]
     with pytest.raises(
-        ValueError, match=r"2 tensors do not fit.*q_proj\.weight: \(3, 3\) in the weights, \(32, 64\) in the model"
+        ValueError, match=r"2 tensors do not fit.*q_proj\.weight is \[3, 3\], the configuration needs \[32, 64\]"
     ):
         build_model(config, weights)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+from tools.loading.model import nearest
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,3 @@ def make(foreign: Foreign, name: str, tensors: Mapping[str, Tensor], shape: tupl
             "sizes in config.json, or take the weights that belong to it"
         )
     return made.contiguous()
-
-
-def nearest(name: str, others: Iterable[str]) -> str:
-    """Return " (nearest: NAME)", or an empty text if no name is similar."""
-    close = difflib.get_close_matches(name, list(others), n=1)
-    return f" (nearest: {close[0]})" if close else ""
