@@ -13,32 +13,29 @@ from typing import Any
 from data.atomic_io import write_text
 from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import ConfigError, load_config
-from tools.cli.arguments import command_line, positive
+from tools.cli.arguments import command, command_line, positive
 from tools.conversion.neox_config import translate
 from tools.conversion.neox_translation import Translation
 
 OWN_SECTIONS = ("run", "model", "batch", "schedule", "parallel", "precision")  # GPT-NeoX has no such sections
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Write the configuration to stdout or a file, and ignored and assumed keys to stderr."""
     options = _parser().parse_args(arguments)
     import yaml
 
-    try:
-        files = {str(file): _read(file) for file in options.files}
-        translation = translate(files, vocab_size=options.vocab_size)
-        translation.set("run.name", Path(options.files[0]).stem)
-        names = ", ".join(Path(file).name for file in files)
-        text = f"# From GPT-NeoX's {names} by tools/neox_config.\n"
-        text += yaml.safe_dump(_ordered(translation.tree), sort_keys=False, default_flow_style=None)
-        _check(text, translation, options.data_ranks)
-        if options.out is not None:
-            write_text(options.out, text)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.out is None:
+    files = {str(file): _read(file) for file in options.files}
+    translation = translate(files, vocab_size=options.vocab_size)
+    translation.set("run.name", Path(options.files[0]).stem)
+    names = ", ".join(Path(file).name for file in files)
+    text = f"# From GPT-NeoX's {names} by tools/neox_config.\n"
+    text += yaml.safe_dump(_ordered(translation.tree), sort_keys=False, default_flow_style=None)
+    _check(text, translation, options.data_ranks)
+    if options.out is not None:
+        write_text(options.out, text)
+    else:
         print(text, end="")
     print(_report(translation), file=sys.stderr)
     return 0
