@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import log
+from math import isclose, log
 from typing import Any, ClassVar
 
 import torch
@@ -89,12 +89,13 @@ def delta_rule_sizes(config: ModelShape, options: DeltaRuleOptions) -> DeltaRule
         require_divisor(heads_key, heads, what, key_dim)
         width = int(key_dim) // heads
     value_width = width * options.expand_v
-    if value_width != int(value_width):
+    # 45 x 1.4 is not exactly 63 in binary.
+    if not isclose(value_width, round(value_width), rel_tol=1e-5):
         raise ValueError(
             f"{prefix}.expand_v = {options.expand_v}: a value would have {value_width:g} channels per head of {width}; set "
             f"it to a whole number of channels, for example {max(1, round(value_width))} / {width}"
         )
-    return DeltaRuleSizes(heads, value_heads, width, int(value_width))
+    return DeltaRuleSizes(heads, value_heads, width, round(value_width))
 
 
 class DeltaRuleMixer(nn.Module):

@@ -104,6 +104,11 @@ def test_rwkv7_begins_as_the_released_models() -> None:
     assert parameter_kind(mixer, "mix_r") == "norm"
 
 
+def test_decimal_fractions_set_whole_widths() -> None:
+    """45 x 1.4 is 62.99999999999999 in binary."""
+    assert build(("kda", {"head_dim": 45, "expand_v": 1.4})).norm_weight.shape == (63,)
+
+
 @pytest.mark.parametrize(
     ("mixer", "options", "message"),
     [

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_lite.checkpoint.reader import read_weights
+from models.config import ModelConfig
 from tests.tools.conversion.conftest import write_run
 from tests.tools.conversion.test_import import error_of
+from tools.conversion.foreign.fla_delta import fla_config
 from tools.convert_hf import main
 
 SIZES = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "model.tie_embeddings=false"]
@@ -39,6 +41,17 @@ def test_exports_come_back_bit_for_bit(mixer: str, tmp_path: Path, capsys: pytes
     before, after = read_weights(tmp_path / "run"), read_weights(tmp_path / "again")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "head_dim", "expand_v", "value_dim"), [("kda", 45, 1.4, 63), ("delta_net", 5, 3.0, 15)]
+)
+def test_widths_survive_their_fractions(mixer: str, head_dim: int, expand_v: float, value_dim: int) -> None:
+    """The format holds fractions and takes int(width * fraction): 45 x 1.4 and 22 x (15 / 22) are below the whole number."""
+    options = {mixer: {"num_heads": 1, "head_dim": head_dim, "expand_v": expand_v}}
+    sizes = {"vocab_size": 8, "num_layers": 1, "hidden_size": 22, "num_heads": 1}
+    config = fla_config(ModelConfig(**sizes, mixers=(mixer,), mixer_options=options, norm="rmsnorm", mlp="swiglu"))
+    assert int(config.get("head_dim", 22) * config["expand_v"]) == value_dim
 
 
 @pytest.mark.parametrize(

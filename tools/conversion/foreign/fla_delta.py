@@ -223,11 +223,19 @@ def fla_config(model: ModelConfig) -> dict[str, Any]:
         "allow_neg_eigval": options.allow_negative_eigenvalues,
     }
     if kind == "delta_net":
-        config |= {"expand_k": sizes.key_dim / model.hidden_size, "expand_v": sizes.value_dim / model.hidden_size}
+        keys, values = (_fraction(dim, model.hidden_size) for dim in (sizes.key_dim, sizes.value_dim))
+        config |= {"expand_k": keys, "expand_v": values}
     else:
-        config |= {"head_dim": sizes.head_dim_k, "expand_v": options.expand_v, "num_v_heads": sizes.value_heads}
+        expand_v = _fraction(sizes.head_dim_v, sizes.head_dim_k)
+        config |= {"head_dim": sizes.head_dim_k, "expand_v": expand_v, "num_v_heads": sizes.value_heads}
     _check_same(model, delta_rule(config).model)
     return config
+
+
+def _fraction(part: int, whole: int) -> float:
+    """Return part / whole, rounded up where int(whole * fraction), their width, would be below `part`."""
+    fraction = part / whole
+    return fraction if int(whole * fraction) == part else math.nextafter(fraction, math.inf)
 
 
 def _check_same(model: ModelConfig, exported: ModelConfig) -> None:
