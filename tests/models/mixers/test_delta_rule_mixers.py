@@ -105,7 +105,7 @@ def test_rwkv7_begins_as_the_released_models() -> None:
 
 
 def test_decimal_fractions_set_whole_widths() -> None:
-    """45 x 1.4 is 62.99999999999999 in binary."""
+    """Accept 45 x 1.4, which is 62.99999999999999 in binary."""
     assert build(("kda", {"head_dim": 45, "expand_v": 1.4})).norm_weight.shape == (63,)
 
 

@@ -47,7 +47,7 @@ def test_exports_come_back_bit_for_bit(mixer: str, tmp_path: Path, capsys: pytes
     ("mixer", "head_dim", "expand_v", "value_dim"), [("kda", 45, 1.4, 63), ("delta_net", 5, 3.0, 15)]
 )
 def test_widths_survive_their_fractions(mixer: str, head_dim: int, expand_v: float, value_dim: int) -> None:
-    """The format holds fractions and takes int(width * fraction): 45 x 1.4 and 22 x (15 / 22) are below the whole number."""
+    """Check int(width * fraction), which that format takes: 45 x 1.4 and 22 x (15 / 22) are below whole numbers."""
     options = {mixer: {"num_heads": 1, "head_dim": head_dim, "expand_v": expand_v}}
     sizes = {"vocab_size": 8, "num_layers": 1, "hidden_size": 22, "num_heads": 1}
     config = fla_config(ModelConfig(**sizes, mixers=(mixer,), mixer_options=options, norm="rmsnorm", mlp="swiglu"))
