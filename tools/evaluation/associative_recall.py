@@ -49,7 +49,7 @@ def associative_recall(
     x = tokens
     for layer in (loaded.model.embedding, *loaded.model.blocks):
         x = layer(x)
-    logits = loaded.model.head(x[:, 2 * pairs :: 2])
+    logits = loaded.model.head(x[:, 2 * pairs :: 2].contiguous())
     values = tokens[:, 1 : 2 * pairs : 2]
     chosen = logits.gather(-1, values[:, None].expand(-1, pairs, -1)).argmax(-1)
     shares = (chosen == order).double().mean(1).tolist()
