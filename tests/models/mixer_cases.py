@@ -45,6 +45,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hgrn", {"input_gate": "free"}),
     ("qlstm", {"forget_gate": "reversed"}),
     ("attention", {"num_kv_heads": 2, "bias": True, "rotary_pct": 0.5}),
+    ("attention", {"num_kv_heads": 2, "causal": False}),
     (
         "attention",
         {
