@@ -345,7 +345,8 @@ def test_resized_embeddings(kind: str, rows: int, tmp_path: Path) -> None:
     assert model.resize_token_embeddings(rows) is model.get_input_embeddings()
     after = model(ids).logits
     assert after.shape[-1] == model.config.vocab_size == rows
-    assert torch.equal(after[..., :shared], before[..., :shared])
+    # Matrices of other widths may be multiplied in another order.
+    torch.testing.assert_close(after[..., :shared], before[..., :shared], rtol=0, atol=1e-5)
     if rows > 61:
         for matrix in (model.embedding.weight, model.head.weight):
             torch.testing.assert_close(matrix[61:], matrix[:61].mean(0).expand(rows - 61, -1))
