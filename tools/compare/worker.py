@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    statuses = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    statuses = os.dup(sys.stdout.fileno())
     if "--untuned" in sys.argv:
         from tools.loading.triton_autotune import without_tuning
 
@@ -44,8 +44,10 @@ def main() -> int:
         training.clear()
         sys.stdout.flush()
         sys.stderr.flush()
-        statuses.write(f"{status}\n")
-        statuses.flush()
+        try:
+            os.write(statuses, f"{status}\n".encode())
+        except BrokenPipeError:  # the launcher is gone
+            return 0
         _release_memory()
     return 0
 

@@ -292,6 +292,9 @@ def test_a_worker_stops_its_run_when_the_launcher_is_gone(tmp_path: Path, monkey
     monkeypatch.setattr("tools.pretraining.run.run", run)
     monkeypatch.setattr("sys.argv", ["worker"])
     outputs = [os.dup(number) for number in (1, 2)]
+    statuses, unread = os.pipe()
+    os.close(statuses)
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(fileno=lambda: unread, flush=lambda: None))
     os.write(write, f"{tmp_path / 'run.yml'}\n".encode())
     with os.fdopen(read) as lines:
         monkeypatch.setattr("sys.stdin", lines)
@@ -301,6 +304,7 @@ def test_a_worker_stops_its_run_when_the_launcher_is_gone(tmp_path: Path, monkey
             for number, saved in zip((1, 2), outputs, strict=True):
                 os.dup2(saved, number)
                 os.close(saved)
+            os.close(unread)
     assert stopped.is_set()
 
 
