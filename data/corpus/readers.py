@@ -392,15 +392,6 @@ def _wrong_key(where: str, text_key: str, keys: Sequence[str]) -> str:
 
 
 def _json_name(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "a truth value",
-        int: "a number",
-        float: "a number",
-        bytes: "bytes",
-    }
+    names = {type(None): "null", dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
+    names |= {bytes: "bytes", int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")
