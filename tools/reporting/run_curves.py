@@ -81,7 +81,7 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
         if (np.diff(tokens) > 0).all() and (np.diff(steps) > 0).all():
             # Lines through the points, which continue at both ends.
             ways = [make_interp_spline(x, y, k=1) for x, y in ((steps, tokens), (tokens, steps))]
-            top = axes.secondary_xaxis("top", functions=ways)
+            top = axes.secondary_xaxis("top", functions=tuple(ways))
             top.xaxis.set_major_formatter(plain_number)
             top.set_xlabel("tokens")
         for panel in panels.flat:
