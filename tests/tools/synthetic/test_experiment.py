@@ -104,7 +104,12 @@ def test_every_defined_model_trains(suite: str) -> None:
 def test_run_id_depends_on_each_setting(runs: Callable[..., list[Run]]) -> None:
     (run,) = runs()
     assert run.id == runs("workers=3", "graph=false", "output=elsewhere")[0].id
-    changed = {"data": {**run.data, "power": 0.5}, "network": {**run.network, "num_layers": 3}, "target": None}
+    changed = {
+        "data": {**run.data, "power": 0.5},
+        "network": {**run.network, "num_layers": 3},
+        "target": None,
+        "epoch_steps": 8,
+    }
     others = []
     for field in fields(run):
         value = getattr(run, field.name)

@@ -168,7 +168,7 @@ def test_run_id_depends_on_the_warmup() -> None:
     (with_warmup,) = runs_of("models=[metala]")
     (without,) = runs_of("models=[metala]", "warmup_steps=0")
     assert with_warmup.id != without.id
-    later = ("warmup_steps", "scored", "schedule", "drop_last")
+    later = ("warmup_steps", "scored", "schedule", "drop_last", "epoch_steps")
     settings = {key: value for key, value in asdict(without).items() if key not in later}
     assert without.id == _digest(settings)
 
