@@ -27,6 +27,7 @@ NEOX_KEYS: dict[str, Answer] = {
     "hidden_size": _to("model.hidden_size"),
     "num_attention_heads": _to("model.num_heads"),
     "num_kv_heads": _to("model.mixer_options.attention.num_kv_heads"),
+    "sliding_window_width": _to("model.mixer_options.attention.window", note="one more: it counts the token itself"),
     "intermediate_size": _to("model.intermediate_size", note="with swiglu a third of it"),
     "norm": _to("model.norm"),
     "layernorm_epsilon": _to("model.norm_eps"),

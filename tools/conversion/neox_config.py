@@ -120,6 +120,15 @@ def _mixers(given: dict[str, Any], out: Translation) -> None:
             raise ValueError(f"{out.name('attention_config')} {text}")
     out.set("model.mixers", ["attention"])
     out.set("model.mixer_options.attention.bias", bool(given["use_bias_in_attn_linear"]))
+    if (width := given.pop("sliding_window_width", None)) is not None:
+        if not isinstance(width, int) or width < 0:
+            raise out.error(
+                "sliding_window_width", width, "must be 0 or a larger whole number; remove it for no window"
+            )
+        out.set("model.mixer_options.attention.window", width + 1)
+        out.assumed.append(
+            f"model.mixer_options.attention.window = {width + 1}: GPT-NeoX does not count the token itself"
+        )
 
 
 def _layers_of(config: Any, layers: Any, out: Translation) -> list[str]:

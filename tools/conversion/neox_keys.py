@@ -123,7 +123,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_num_experts": ((None, 0, 1), "every block has one MLP"),
     "use_mup": (_OFF, "there is no muP"),
     "use_qk_layernorm": (_OFF, "queries and keys have no norm"),
-    "sliding_window_width": (_OFF, "attention sees the whole sequence"),
     "opt_pos_emb_offset": (_OFF, "learned positions start at 0"),
     "soft_prompt_tuning": (_OFF, "there are no soft prompts"),
     "expansion_factor": (_OFF, "give intermediate-size, this times hidden-size"),
@@ -148,6 +147,6 @@ _READ = (
     "pos_emb rotary_pct norm use_bias_in_norms layernorm_epsilon rms_norm_epsilon activation intermediate_size mlp_multiple_of "
     "init_method output_layer_init_method optimizer lr_decay_style warmup warmup_iters decay_lr_to min_lr zero_optimization "
     "pipe_parallel_size checkpoint_activations checkpoint_num_layers fp16 bf16 precision extra_save_iters checkpoint_scale "
-    "tokenizer_type tensorboard_dir no_weight_tying attention_config use_bias_in_attn_linear"
+    "tokenizer_type tensorboard_dir no_weight_tying attention_config use_bias_in_attn_linear sliding_window_width"
 )
 KNOWN = HARMLESS | {*_READ.split()} | {*SAME, *ALIASES, *IMPORTANT, *REFUSED}
