@@ -146,7 +146,7 @@ def _prepare(comparison: Comparison, runs: Sequence[Run]) -> None:
 
 
 def _report_rates(ladder: Comparison, runs: Sequence[Run], failed: Mapping[str, str]) -> int:
-    """Print the table of learning rates. Return 1 before all runs are complete or failed."""
+    """Print the table of learning rates. Return 1 while a run is neither complete nor failed."""
     from tools.compare.ladder_report import markdown
     from tools.compare.results import progress_note
     from tools.compare.tuning import FILE, write_rates
@@ -159,7 +159,7 @@ def _report_rates(ladder: Comparison, runs: Sequence[Run], failed: Mapping[str, 
 def _train(
     comparison: Comparison, ladder: Comparison, runs: Sequence[Run], options: argparse.Namespace
 ) -> dict[str, str]:
-    """Train the runs. ladder: whose folder holds the check of the text."""
+    """Train the runs. ladder: the comparison of the file, in whose folder the check of the text is stored."""
     from tools.compare.ladder_predictions import store_predictions
     from tools.compare.launcher import run_all
     from tools.compare.launches import recorded_launch
@@ -170,7 +170,7 @@ def _train(
 
     _prepare(ladder, runs)
     devices = _devices(options.devices or comparison.devices)
-    # The file's number is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
+    # `workers` of the file is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
     workers = 1 if devices == ["cpu"] and options.workers is None else comparison.workers
     with recorded_launch(comparison.folder, devices, workers):
         outcome = run_all(

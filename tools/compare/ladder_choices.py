@@ -21,7 +21,7 @@ Key = tuple[str, str, str]
 
 
 def choices(rung: str, rows: Sequence[Row], runs: Sequence[Run], late: Mapping[str, float]) -> Section:
-    """Return the table of purposes: the best mixer, those within its noise, and the next one.
+    """Return one row per purpose: the best mixer with those within the noise, and the next mixer.
 
     Args:
         rows: of all rungs; several seeds of one rung give the noise.
@@ -45,8 +45,8 @@ def choices(rung: str, rows: Sequence[Row], runs: Sequence[Run], late: Mapping[s
         cells.append(["last positions of a text", *_best(positions, noise_of_difference(rows, "loss"))])
     cells += _by_source(here)
     noise = noise_of_difference(rows, "loss")
-    note = "Loss in nats per token. The standard error is that of a difference of two runs with one seed each, from the rungs "
-    note += "with several seeds. Mixers within two standard errors of the best share its cell."
+    note = "Loss in nats per token. The standard error is that of the difference of two runs with one seed each. It comes from "
+    note += "the rungs with several seeds. Mixers within two standard errors of the best share its cell."
     if math.isnan(noise):
         note = "Loss in nats per token. No rung has several seeds, so the noise of a difference is unknown."
     return Section(f"Which mixer for which purpose, at {rung}", _HEADER, cells, note, text_columns=2)
@@ -56,7 +56,10 @@ _HEADER = ["purpose", "mixer", "loss", "next mixer", "difference ± standard err
 
 
 def noise_of_difference(rows: Sequence[Row], metric: str) -> float:
-    """Return the standard deviation of the difference of two models with the same seed, pooled over rungs; nan without seeds."""
+    """Return the standard deviation of the difference of two models with the same seed, pooled over rungs.
+
+    It is nan if no rung has several seeds.
+    """
     variances = []
     for size in dict.fromkeys(row.size for row in rows):
         of_size = [row for row in rows if row.size == size and metric in row.values]
@@ -69,11 +72,9 @@ def noise_of_difference(rows: Sequence[Row], metric: str) -> float:
 
 
 def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section:
-    """Return the scores in the folders of a rung's runs, with chance and the correlation with the loss.
-
-    The correlation is over all runs with the score, of every rung.
-    """
+    """Return the scores of a rung's runs, with chance and the correlation with the loss over the runs of every rung."""
     losses = {result.run.folder: result.final["loss"] for result in results if result.final}
+    losses = {folder: loss for folder, loss in losses.items() if math.isfinite(loss)}
     measured = {run.folder: _scores_of(run) for run in runs if run.folder in losses}
     of_rung: dict[str, list[Run]] = {}
     for run in runs:

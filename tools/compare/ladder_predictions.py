@@ -45,14 +45,14 @@ Predictions = dict[str, dict[str, Prediction]]
 def store_predictions(
     comparison: Comparison, ladder: Ladder, runs: Sequence[Run], failed: Collection[str] = ()
 ) -> None:
-    """Write the predictions of the models that have none, once all smaller runs are complete or failed.
+    """Write the predictions that are not stored yet, once all smaller runs are complete or failed.
 
     A stored prediction is never changed. A model gets none after a run of its largest size is complete.
     """
     stored, rungs = stored_predictions(comparison), ladder.rungs()
     largest = [run for run in runs if rungs[run.size][0] == ladder.largest]
-    late = {*stored, *(run.model for run in largest if run.complete)}
-    wanted = [run for run in largest if run.model not in late]
+    late = {run.model for run in largest if run.complete}
+    wanted = [run for run in largest if run.model not in late and run.size not in stored.get(run.model, {})]
     smaller = [run for run in runs if rungs[run.size][0] != ladder.largest]
     if not wanted or not all(run.complete or run.name in failed for run in smaller):
         return
@@ -61,7 +61,7 @@ def store_predictions(
     if new:
         content = {
             model: {rung: asdict(value) for rung, value in of_model.items()}
-            for model, of_model in {**stored, **new}.items()
+            for model, of_model in merge_predictions(new, stored).items()
         }
         write_text(comparison.folder / FILE, json.dumps({"models": content}, indent=1) + "\n")
 
@@ -77,12 +77,17 @@ def stored_predictions(comparison: Comparison) -> Predictions:
     }
 
 
+def merge_predictions(computed: Predictions, stored: Predictions) -> Predictions:
+    """Return the predictions of both. A stored one has precedence."""
+    return {model: {**computed.get(model, {}), **stored.get(model, {})} for model in {**stored, **computed}}
+
+
 def predict(
     ladder: Ladder, largest: Sequence[Run], results: Sequence[Result], stored: str = ""
 ) -> tuple[Predictions, str]:
-    """Return the predictions of runs of the largest size, and why models have none.
+    """Return the predictions of runs of the largest size, and a note on models without one.
 
-    results: of any sizes; those of the largest one are left out. stored: the time of the predictions.
+    results: of any sizes; those of the largest size are left out. stored: see `Prediction`.
     """
     rungs = ladder.rungs()
     points = points_of([result for result in results if rungs[result.run.size][0] != ladder.largest])
@@ -112,7 +117,7 @@ def points_of(results: Sequence[Result]) -> dict[str, Points]:
 
 
 def fits_of(points: Mapping[str, Points], *, samples: int = 200) -> tuple[dict[str, ScalingFit], str]:
-    """Return model -> fit, and why other models have none."""
+    """Return model -> fit, and a note on models without one."""
     fits: dict[str, ScalingFit] = {}
     without: dict[str, list[str]] = {}
     for model, of_model in points.items():

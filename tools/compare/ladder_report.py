@@ -11,7 +11,7 @@ import numpy as np
 
 from tools.compare.held_out import compressors_of, positions_of
 from tools.compare.ladder_choices import choices, scores
-from tools.compare.ladder_predictions import fits_of, points_of, predict, stored_predictions
+from tools.compare.ladder_predictions import fits_of, merge_predictions, points_of, predict, stored_predictions
 from tools.compare.results import Result, Row, ranked, rows_of
 from tools.compare.rungs import Ladder
 from tools.compare.scaling_fit import ScalingFit
@@ -48,7 +48,7 @@ def write_ladder(
 
 
 def markdown(sections: Sequence[Section], command: str = "") -> str:
-    """Return the tables as Markdown. command: stands below every title, with the option that makes the table."""
+    """Return the tables as Markdown. command: shown below every title, with the option that makes the table."""
     parts = []
     for section in sections:
         parts.append(f"## {section.title}\n")
@@ -66,7 +66,7 @@ def _predictions(comparison: Comparison, ladder: Ladder, runs: Sequence[Run], re
     trained = {(row.model, row.size): row.mean("loss") for row in rows_of(results) if math.isfinite(row.mean("loss"))}
     largest = {(run.model, run.size): run for run in runs if ladder.rungs()[run.size][0] == ladder.largest}
     computed, problems = predict(ladder, [*largest.values()], results)
-    predictions = {**computed, **stored_predictions(comparison)}
+    predictions = merge_predictions(computed, stored_predictions(comparison))
     cells, errors, times = [], [], dict[str, list[str]]()
     for (model, rung), run in largest.items():
         if (prediction := predictions.get(model, {}).get(rung)) is None:
@@ -127,7 +127,7 @@ def _largest(
     overview, sources = [], sorted({m for row in here for m in row.values if m.startswith("loss/")})
     for row in here:
         change, error = row.difference(base, "loss")
-        bits = row.mean("bits_per_byte") if "bits_per_byte" in row.values else math.nan
+        bits = _mean(row, "bits_per_byte")
         overview.append(
             [
                 row.label,
@@ -138,7 +138,7 @@ def _largest(
                     if "accuracy" in row.values
                     else [_number(bits), "-" if math.isnan(bits / xz) else f"{1 - bits / xz:.1%}"]
                 ),
-                _number(row.mean("test") if "test" in row.values else math.nan),
+                _number(_mean(row, "test")),
             ]
         )
     measures = ["masked-token accuracy"] if "accuracy" in base.values else ["bits per byte", "below xz -9"]
@@ -181,7 +181,7 @@ def _number(value: float) -> str:
 
 
 def _draw(ladder: Ladder, results: Sequence[Result], fits: Mapping[str, ScalingFit], out: Path, title: str) -> Path:
-    """Draw the loss of every rung against compute, 6 N D, and the fit at the first number of tokens per parameter."""
+    """Draw the loss of every rung against compute, 6 N D, and the fit at the largest size's fewest tokens per parameter."""
     rungs = ladder.rungs()
     ratio = min(ladder.tokens_per_parameter[ladder.largest])
     complete = [result for result in results if result.final]

@@ -52,7 +52,7 @@ def check_existing_runs(runs: Sequence[Run]) -> None:
 
 
 def prepare(runs: Sequence[Run]) -> None:
-    """Write the file of every run and prepare each corpus once, before several processes need it.
+    """Write the file of every run, and prepare each corpus once before several processes read it.
 
     Raises ValueError if there is no validation text or image, and as `tools.loading.token_data.prepared_data` and
     `tools.loading.image_data.open_images`.
@@ -68,7 +68,7 @@ def prepare(runs: Sequence[Run]) -> None:
             for part in ("train", "validation"):
                 if open_images(run.config.data, part, run.config.model.vocab_size) is None:
                     raise ValueError(
-                        f"{run.name} has no validation images, which the comparison needs: set data.images.{part}"
+                        f"{run.name} has no {part} images, which the comparison needs: set data.images.{part}"
                     )
         elif prepared_data(run.config.data, run.config.model.vocab_size).validation is None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Record every training command of a comparison: machine, commit, time, and the share of it in which the GPUs ran kernels."""
+"""Record machine, commit, duration and GPU utilisation of every training command of a comparison."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SAMPLE_MILLISECONDS = 500
 
 @contextmanager
 def recorded_launch(folder: Path, devices: Sequence[str], workers: int) -> Iterator[None]:
-    """Append a line about the training inside to `launches.jsonl` of a folder.
+    """Append one line to `launches.jsonl` of a folder when the training inside the context ends.
 
-    `nvidia-smi` samples the GPUs, where it is installed: the share of the time in which at least one kernel runs.
+    Its `busy` is the share of time in which the GPUs run at least one kernel, as `nvidia-smi` samples it; null without samples.
 
     Args:
         devices: "cpu", or names for CUDA_VISIBLE_DEVICES.
@@ -65,7 +65,7 @@ def launches(folder: Path) -> list[dict[str, Any]]:
 
 
 def launch_note(folder: Path) -> str:
-    """Return a sentence with machines, commits, time and the GPUs' share of it with kernels."""
+    """Return a sentence with machines, commits, duration and GPU utilisation of all launches."""
     lines = launches(folder)
     if not lines:
         return f"{machine()}; {date.today().isoformat()}."
@@ -76,7 +76,7 @@ def launch_note(folder: Path) -> str:
         seconds = sum(line["seconds"] for line in sampled)
         busy = sum(line["seconds"] * line["busy"] for line in sampled) / max(seconds, 1e-9)
         workers = ", ".join(map(str, dict.fromkeys(line["workers"] for line in sampled)))
-        note += f"; kernels ran in {busy:.0%} of the GPU's time, {workers} runs at once"
+        note += f"; kernels ran in {busy:.0%} of the GPU's time, {workers} runs at once per GPU"
     return note + "."
 
 

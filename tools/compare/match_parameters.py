@@ -8,13 +8,20 @@ from models.config import ModelConfig
 from models.language_model import count_parameters
 
 
+def embedding_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of embedding and output projection."""
+    return (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
+
+
 def equal_width(config: ModelConfig, target: int, *, multiple: int = 16, tolerance: float = 0.01) -> int:
     """Return the MLP width, a multiple of `multiple`, whose parameter count without embeddings is nearest to `target`.
 
     Raises ValueError if the relative difference from `target` is larger than `tolerance`.
     """
-    tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
-    sizes = [count_parameters(replace(config, intermediate_size=width)) - tables for width in (multiple, 2 * multiple)]
+    sizes = [
+        count_parameters(replace(config, intermediate_size=width)) - embedding_parameters(config)
+        for width in (multiple, 2 * multiple)
+    ]
     per_step = sizes[1] - sizes[0]  # the count is linear in the width
     width = multiple * max(1, 1 + round((target - sizes[0]) / per_step))
     reached = sizes[0] + (width // multiple - 1) * per_step

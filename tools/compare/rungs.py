@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
 from megatron_lite.config.schema import Config
 from models.config import ModelConfig
@@ -13,7 +15,7 @@ class Tuning(BaseModel):
 
     Attributes:
         sizes: other sizes take the factor of the next smaller one of these, or of the smallest.
-        models: the rate with the lowest mean loss of these models is that of all models.
+        models: their mean loss chooses the rate of all models.
         factors: of `optimizer.lr` of each size.
     """
 
@@ -21,7 +23,7 @@ class Tuning(BaseModel):
 
     sizes: tuple[str, ...] = Field(min_length=1)
     models: tuple[str, ...] = Field(min_length=1)
-    factors: tuple[float, ...] = Field(min_length=2)
+    factors: tuple[PositiveFloat, ...] = Field(min_length=2)
 
 
 class Ladder(BaseModel):
@@ -31,7 +33,7 @@ class Ladder(BaseModel):
         parameters: size -> parameters without embeddings. The MLP width of every model is chosen for it.
         tokens_per_parameter: size -> tokens per parameter of its rungs.
         seeds: size -> seeds of its rungs; other sizes have the `seeds` of the file.
-        tolerance: largest relative difference of parameters and tokens from these numbers.
+        tolerance: largest relative difference of a run's parameters and tokens from the planned numbers.
         multiple: of the MLP widths.
         max_passes: most passes over the training text in one run. Up to four passes are nearly as good as new text
             (Muennighoff et al., 2305.16264).
@@ -41,9 +43,9 @@ class Ladder(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    parameters: dict[str, float] = Field(min_length=1)
-    tokens_per_parameter: dict[str, tuple[float, ...]]
-    seeds: dict[str, tuple[int, ...]] = {}
+    parameters: dict[str, PositiveFloat] = Field(min_length=1)
+    tokens_per_parameter: dict[str, Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]]
+    seeds: dict[str, Annotated[tuple[int, ...], Field(min_length=1)]] = {}
     tolerance: float = Field(default=0.01, gt=0, lt=1)
     multiple: int = Field(default=8, ge=1)
     max_passes: float = Field(default=4, gt=0)

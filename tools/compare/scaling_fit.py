@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 from scipy.stats import norm, t
 
 UNKNOWNS = 5
-# Of log L. The paper's 1e-3 suits hundreds of runs; with about ten it passes through five of them exactly.
+# Of log L. With the paper's 1e-3, a fit of about ten runs passes through five of them exactly.
 _HUBER = 1e-2
 _EXPONENTS = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # starts of a and b
 _LOWEST = -12.0  # of the logarithm of a term, far below the noise of a loss
@@ -29,10 +29,10 @@ class ScalingFit:
     """Hold a fit and its bootstrap samples.
 
     Attributes:
-        center: geometric means of N and D. A and B are the terms there: A (N0 / N)^a and B (D0 / D)^b.
+        center: geometric means N0 and D0 of N and D. The terms of the fit are A (N0 / N)^a and B (D0 / D)^b.
         values: log E, log A, log B, a, b; shape [5].
-        samples: the same of every bootstrap sample, [samples, 5].
-        residuals: log L of all points minus that of the fit, widened for the unknowns and, with Student's t, for few points.
+        samples: `values` of every bootstrap sample, [samples, 5].
+        residuals: measured minus fitted log L of all points, scaled up for the unknowns and for few points (Student's t).
     """
 
     center: tuple[float, float]
@@ -41,7 +41,7 @@ class ScalingFit:
     residuals: NDArray[np.float64]
 
     def predict(self, parameters: float, tokens: float) -> tuple[float, float, float]:
-        """Return the loss of a run and the 95 % interval, which holds the errors of the fit and of one run."""
+        """Return the loss of a run and its 95 % interval, which covers the errors of the fit and of one run."""
         n, d = np.log(parameters / self.center[0]), np.log(tokens / self.center[1])
         draws = _log_loss(self.samples, n, d) + np.random.default_rng(0).choice(self.residuals, len(self.samples))
         low, high = np.exp(np.quantile(draws, [0.025, 0.975]))
@@ -65,29 +65,30 @@ def fit_losses(
 def fit_with_common_exponents(points: Mapping[str, Points], *, samples: int = 200) -> dict[str, ScalingFit]:
     """Fit several models with the same exponents a and b, and their own E, A and B.
 
-    Models of nearly equal exponents predict with 0.5 to 0.7 of the error of separate fits (docs/guide/comparing.md). The
-    bootstrap resamples the residuals of all models: with few points, resampled points would not determine the unknowns.
+    For models of nearly equal exponents, the error of a prediction is 0.5 to 0.7 of that of separate fits
+    (docs/guide/comparing.md). The bootstrap resamples residuals, because few resampled points do not determine the unknowns.
 
     Args:
-        points: of every model.
+        points: model -> its points.
         samples: number of bootstrap samples.
 
     Raises:
         ValueError: a model with too few different points, sizes or token counts, or with a loss that is not a finite positive
             number.
     """
-    runs = [np.array([np.asarray(values, np.float64) for values in of]) for of in points.values()]
-    for name, (N, D, L) in zip(points, runs, strict=True):
+    arrays = [np.array([np.asarray(values, np.float64) for values in of_model]) for of_model in points.values()]
+    for name, (N, D, L) in zip(points, arrays, strict=True):
         _check_points(name, N, D, L)
-    model = np.repeat(np.arange(len(runs)), [of.shape[1] for of in runs])
-    N, D, L = np.concatenate(runs, 1)
+    model = np.repeat(np.arange(len(arrays)), [array.shape[1] for array in arrays])
+    N, D, L = np.concatenate(arrays, 1)
     center = (float(np.exp(np.log(N).mean())), float(np.exp(np.log(D).mean())))
     n, d, target = np.log(N / center[0]), np.log(D / center[1]), np.log(L)
     cost, unknowns = _refined(_starts(model, n, d, L), model, n, d, target)
     best = unknowns[cost.argmin()]
     predicted = _log_loss(_values_of(best)[model], n, d)
-    freedom = len(L) - len(best)
-    residuals = (target - predicted) * np.sqrt(len(L) / freedom) * t.ppf(0.975, freedom) / norm.ppf(0.975)
+    degrees_of_freedom = len(L) - len(best)
+    widening = np.sqrt(len(L) / degrees_of_freedom) * t.ppf(0.975, degrees_of_freedom) / norm.ppf(0.975)
+    residuals = (target - predicted) * widening
     draws = predicted + np.random.default_rng(0).choice(residuals, (samples, len(L)))
     refits = _values_of(_refined(np.tile(best, (samples, 1)), model, n, d, draws)[1])
     values = _values_of(best)

@@ -19,7 +19,7 @@ from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
 from models.config import ModelConfig
 from models.language_model import count_parameters
 from tools.cli.yaml_file import read_as
-from tools.compare.match_parameters import equal_width
+from tools.compare.match_parameters import embedding_parameters, equal_width
 from tools.compare.rungs import Ladder, steps_of_rung
 from tools.loading.vocab_size import vocabulary_override
 
@@ -50,9 +50,12 @@ class Comparison(_Section):
     """Hold a comparison's file.
 
     Later settings override earlier ones in the order `files`, `data`, the model's `files`, `config`, the size, the model's
-    `config`, the command line. tune_kernels: autotune flash-linear-attention's kernels. Autotuning takes a minute per shape,
-    and longer in several processes at once; without it each kernel has one configuration. ladder: every size is trained for
-    several numbers of tokens per parameter, and the loss of the largest size is predicted.
+    `config`, the command line.
+
+    Attributes:
+        tune_kernels: autotune flash-linear-attention's kernels. It takes a minute per shape, and longer in several processes at
+            once. Without it each kernel has one configuration.
+        ladder: train every size for several numbers of tokens per parameter, and predict the loss of the largest size.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
@@ -170,17 +173,16 @@ def plan_runs(
     equal = comparison.equal_parameters
     if equal is not None:
         for size in sizes:
-            model = equal.reference
-            reference = cells.get((size, model)) or _cell(comparison, size, model, overrides)
-            for name in models:
-                if name != equal.reference:
-                    cells[size, name] = _with_equal_parameters(cells[size, name], reference, equal)
+            reference = cells.get((size, equal.reference)) or _cell(comparison, size, equal.reference, overrides)
+            for model in models:
+                if model != equal.reference:
+                    cells[size, model] = _with_equal_parameters(cells[size, model], reference, equal)
     if comparison.ladder is not None:
         _set_rungs(cells, comparison.ladder)
     parameters = {key: count_parameters(config.model) for key, (_, config) in cells.items()}
     runs: dict[Path, Run] = {}
-    every = dict.fromkeys(seeds or [seed for size in sizes for seed in comparison.seeds_of(rungs[size])])
-    for seed, size, model in itertools.product(every, sizes, models):
+    all_seeds = dict.fromkeys(seeds or [seed for size in sizes for seed in comparison.seeds_of(rungs[size])])
+    for seed, size, model in itertools.product(all_seeds, sizes, models):
         if seed not in (seeds or comparison.seeds_of(rungs[size])):
             continue
         run = _run(comparison, size, model, seed, *cells[size, model], parameters[size, model])
@@ -211,21 +213,16 @@ _Cell = tuple[Tree, Config[ModelConfig]]
 def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]) -> _Cell:
     """Return all keys of a model in one size and the configuration that they make.
 
-    The keys include those of included files, so that a later edit of such a file is noticed.
+    They include the keys of included files, so that `differing_keys` notices an edited file.
     """
     model = comparison.models[name]
     data = () if comparison.data is None else (comparison.data,)
     files = [_resolved(file) for file in (*comparison.files, *data, *model.files)]
-    merged = Sources()
-    for tree in (
-        comparison.config,
-        comparison.sizes[comparison.rungs()[size]],
-        model.config,
-        read_sources((), overrides).tree,
-    ):
+    merged, command_line = Sources(), read_sources((), overrides)
+    for tree in (comparison.config, comparison.sizes[comparison.rungs()[size]], model.config, command_line.tree):
         for key, value in tree.items():
             merged.set((key,), value, "")
-    merged.problems.extend(read_sources((), overrides).problems)
+    merged.problems.extend(command_line.problems)
     if merged.problems:
         raise ConfigError(merged.problems)
     if comparison.ladder is not None:
@@ -240,7 +237,7 @@ def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]
 
 
 def _with_equal_parameters(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
-    target = count_parameters(reference[1].model) - _in_tables(reference[1].model)
+    target = count_parameters(reference[1].model) - embedding_parameters(reference[1].model)
     width = equal_width(cell[1].model, target, multiple=equal.multiple, tolerance=equal.tolerance)
     return _changed(cell, width)
 
@@ -278,17 +275,9 @@ def _run(
     folder = comparison.folder / name
     content = {**tree, "run": {**tree.get("run", {}), "name": name, "directory": str(folder), "seed": seed}}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    return Run(
-        model,
-        comparison.models[model].label or model,
-        size,
-        seed,
-        folder,
-        text,
-        config,
-        parameters,
-        parameters - _in_tables(config.model),
-    )
+    label = comparison.models[model].label or model
+    body = parameters - embedding_parameters(config.model)
+    return Run(model, label, size, seed, folder, text, config, parameters, body)
 
 
 def _words(tree: Tree) -> list[str]:
@@ -298,11 +287,6 @@ def _words(tree: Tree) -> list[str]:
 def _resolved(file: str) -> str:
     """Return a name relative to configs/ unchanged, and a file of the working folder as an absolute path."""
     return file if (CONFIGS / file).is_file() or not Path(file).is_file() else str(Path(file).resolve())
-
-
-def _in_tables(config: ModelConfig) -> int:
-    """Return the number of parameters of embedding and output projection."""
-    return (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
 
 
 def _selected(option: str, requested: Sequence[str], known: list[str]) -> list[str]:

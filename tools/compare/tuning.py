@@ -20,7 +20,7 @@ _REMEDY = "remove it; --tune writes it again"
 
 
 def tuning_comparison(comparison: Comparison) -> Comparison:
-    """Return the comparison of the rates in `ladder.tuning`: its sizes are a size and a factor, such as 600k_2lr.
+    """Return the comparison of the rates in `ladder.tuning`. A name of its sizes is a size and a factor, such as 600k_2lr.
 
     Raises ValueError without the section, for an unknown model, and for a size without its own rate.
     """
@@ -30,7 +30,7 @@ def tuning_comparison(comparison: Comparison) -> Comparison:
     names = {(size, factor): f"{size}_{factor:g}lr" for size in tuning.sizes for factor in tuning.factors}
     update = {
         "parameters": {name: ladder.parameters[size] for (size, _), name in names.items()},
-        "tokens_per_parameter": {name: ladder.tokens_per_parameter[size][:1] for (size, _), name in names.items()},
+        "tokens_per_parameter": {name: (min(ladder.tokens_per_parameter[size]),) for (size, _), name in names.items()},
         "seeds": {},
         "tuning": None,
     }
@@ -54,16 +54,13 @@ def write_rates(comparison: Comparison, runs: Sequence[Run], failed: Collection[
     if not all(run.complete or run.name in failed for run in runs):
         return None
     path = comparison.folder / FILE
-    losses: dict[str, dict[str, dict[str, float | None]]] = {}
-    if path.is_file():
-        losses = read_json(path, _REMEDY, "losses")["losses"]
+    losses: dict[str, dict[str, dict[str, float | None]]] = _saved(comparison)["losses"] if path.is_file() else {}
     for size in {run.size.rpartition("_")[0] for run in runs}:
         losses[size] = {}
     for run in runs:
         size, factor = run.size.rpartition("-")[0].removesuffix("lr").rsplit("_", 1)
-        losses[size].setdefault(factor, {})[run.model] = None
-        for result in read_results([run]):
-            losses[size][factor][run.model] = result.final and result.final["loss"]
+        final = [result.final["loss"] for result in read_results([run]) if result.final]
+        losses[size].setdefault(factor, {})[run.model] = final[0] if final and math.isfinite(final[0]) else None
     best = {size: min(of_size, key=lambda factor: _mean(of_size[factor])) for size, of_size in losses.items()}
     for size, factor in best.items():
         if not math.isfinite(_mean(losses[size][factor])):
@@ -92,10 +89,10 @@ def rates_table(comparison: Comparison) -> Section:
     path = comparison.folder / FILE
     if not path.is_file():
         return Section(
-            "Learning rates", [], [], "Those of `sizes` in the file, not tuned. `--tune` tries others first."
+            RATES_TITLE, [], [], "The rates are those of `sizes` in the file, not tuned. `--tune` tries others first."
         )
     ladder, tuning = _sections(comparison)
-    saved = read_json(path, _REMEDY, "factors", "losses")
+    saved = _saved(comparison)
     rows, edges = [], []
     for size, of_size in saved["losses"].items():
         chosen = saved["factors"][size]
@@ -104,10 +101,11 @@ def rates_table(comparison: Comparison) -> Section:
             mark = "chosen" if float(factor) == chosen else ""
             cells = ["-" if loss is None else f"{loss:.4f}" for loss in losses.values()]
             rate = _rate(comparison, size) / chosen * float(factor)
-            rows.append([size, f"{rate:.3g}", _shown(_mean(losses)), *cells, mark])
+            mean = f"{_mean(losses):.4f}" if math.isfinite(_mean(losses)) else "-"
+            rows.append([size, f"{rate:.3g}", mean, *cells, mark])
     models = next(iter(next(iter(saved["losses"].values())).values()))
-    labels = [comparison.models[model].label or model for model in models]
-    note = "Every model has the rate with the lowest mean loss of these, at the fewest tokens per parameter."
+    labels = [model.label or name if (model := comparison.models.get(name)) else name for name in models]
+    note = "Every model has the rate with the lowest mean loss, measured at the fewest tokens per parameter."
     others = {size: _factor(comparison, size)[1] for size in ladder.parameters if size not in saved["factors"]}
     for size, source in others.items():
         note += f" {size}: {_rate(comparison, size):.3g}, with the factor of {source}."
@@ -126,10 +124,19 @@ def _sections(comparison: Comparison) -> tuple[Ladder, Tuning]:
     return ladder, ladder.tuning
 
 
+def _saved(comparison: Comparison) -> dict[str, Any]:
+    """Return what `write_rates` wrote. Raises ValueError for a size that is not one of the ladder."""
+    path, (ladder, _) = comparison.folder / FILE, _sections(comparison)
+    content = read_json(path, _REMEDY, "factors", "losses")
+    if unknown := sorted(content["factors"].keys() - ladder.parameters.keys()):
+        raise ValueError(f"{path} has the size {unknown[0]}, which ladder.parameters lacks: {_REMEDY}")
+    return content
+
+
 def _factor(comparison: Comparison, size: str) -> tuple[float, str]:
-    """Return the factor of a size, and the tuned size that it is from."""
+    """Return the factor of a size, and the name of the tuned size whose factor it is."""
     ladder, _ = _sections(comparison)
-    factors = read_json(comparison.folder / FILE, _REMEDY, "factors")["factors"]
+    factors = _saved(comparison)["factors"]
     ordered = sorted(factors, key=lambda name: ladder.parameters[name])
     source = [name for name in ordered if ladder.parameters[name] <= ladder.parameters[size]][-1:] or ordered[:1]
     return factors[source[0]], source[0]
@@ -149,9 +156,4 @@ def _scaled(comparison: Comparison, size: str, factor: float) -> dict[str, Any]:
 
 
 def _mean(losses: dict[str, float | None]) -> float:
-    values = [math.inf if loss is None or not math.isfinite(loss) else loss for loss in losses.values()]
-    return statistics.mean(values)
-
-
-def _shown(loss: float) -> str:
-    return f"{loss:.4f}" if math.isfinite(loss) else "-"
+    return statistics.mean(math.inf if loss is None else loss for loss in losses.values())

@@ -3,7 +3,7 @@
 All runs share the interpreter, the imported packages and the kernels' autotuning results. The process reads one run file
 per line from standard input and writes the exit status per run to standard output. It ends after an error with a traceback.
 The output of a run goes to `train.log` in the run's folder. SIGTERM ends a run with a checkpoint, as in train.py. So does the
-end of the standard input, which a killed parent process leaves: the next launch then finds no run that is in use.
+end of standard input, which follows a killed launcher: the next launch then finds no run in use.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main() -> int:
         try:
             status = run([file])
         except Exception:
-            # The state of the device is unknown. The end of this process reports the failure: after a status line, the
-            # parent would give the next run to a process that is about to end.
+            # The state of the device is unknown, so this process ends, which reports the failure. It writes no status,
+            # because the launcher would answer with the next run.
             traceback.print_exc()
             return 1
         training.clear()
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _read_lines(lines: queue.SimpleQueue[str], training: threading.Event) -> None:
-    """Pass on the lines of standard input. At its end, pass on "" and stop the current run."""
+    """Put the lines of standard input into a queue. At its end, put "" and stop the current run."""
     for line in sys.stdin:
         training.set()
         lines.put(line)

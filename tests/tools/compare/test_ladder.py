@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +139,9 @@ def test_ladders_that_contradict_the_file_are_refused(tmp_path: Path, capsys) ->
         ),
         ({"ladder": {**LADDER, "seeds": {"l": [1]}}}, "ladder.seeds has the size l; allowed are s, m"),
         ({"ladder": {**LADDER, "tokens_per_parameter": {"s": [1]}}}, "ladder.tokens_per_parameter lacks the size m"),
+        ({"ladder": {**LADDER, "tokens_per_parameter": {"s": [1], "m": []}}}, "ladder.tokens_per_parameter.m"),
+        ({"ladder": {**LADDER, "parameters": {"s": 1, "m": 0}}}, "ladder.parameters.m = 0"),
+        ({"ladder": {**LADDER, "seeds": {"s": []}}}, "ladder.seeds.s"),
     ]
     for changes, message in cases:
         (tmp_path / "bad.yml").write_text(yaml.safe_dump({**content, **changes}, sort_keys=False))
@@ -294,6 +298,25 @@ def test_predictions_are_stored_before_the_largest_size_is_complete_and_then_kep
     assert not store()
 
 
+def test_a_rung_added_to_the_largest_size_gets_its_prediction(tmp_path: Path, monkeypatch) -> None:
+    planned, runs, results = ladder_results(tmp_path, trained=False)
+    monkeypatch.setattr(ladder_predictions, "read_results", lambda runs: [r for r in results if r.run in runs])
+    runs = [run for run in runs if run.model == "softmax"]
+    store_predictions(planned, planned.ladder, runs)
+    first = stored_predictions(planned)["softmax"]
+    ratios = {**planned.ladder.tokens_per_parameter, "40m": (10, 20)}
+    planned.ladder = planned.ladder.model_copy(update={"tokens_per_parameter": ratios})
+    added = SimpleNamespace(**{**vars(runs[-1]), "size": "40m-20x", "name": "softmax-40m-20x"})
+    runs.append(added)
+    for stored in (False, True):
+        if stored:
+            store_predictions(planned, planned.ladder, runs)
+        document = markdown(write_ladder(planned, planned.ladder, runs, results, rows_of(results))[0])
+        assert sum(line.startswith("| Softmax | 40m-") for line in document.splitlines()) == 2
+    assert list(stored_predictions(planned)["softmax"]) == ["40m-20x", "40m-10x"]
+    assert stored_predictions(planned)["softmax"]["40m-10x"] == first["40m-10x"]
+
+
 def test_mixers_within_the_noise_share_a_purpose() -> None:
     """Three models; two small rungs with two seeds give the noise of a difference: sqrt(0.0002) = 0.0141."""
 
@@ -341,6 +364,9 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
     assert row[:3] == ["niah, score", "0.250", "-1.00"]
     assert row[3] == f"{10 - law(4e7, 4e8):.3f} ± 0.125"
     assert not scores("5m-10x", runs, []).rows
+    # A diverged run has no place in the correlation.
+    results[0] = replace(results[0], final={"loss": math.nan})
+    assert scores("40m-10x", runs, results).rows[1][2] == "-1.00"
 
 
 def test_page_holds_the_launches_and_a_command_for_every_table(tmp_path: Path, monkeypatch, capsys) -> None:

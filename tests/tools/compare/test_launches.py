@@ -36,7 +36,7 @@ def test_launches_hold_the_share_of_the_time_with_kernels(tmp_path: Path, monkey
     assert line["workers"] == 8
     assert line["command"][:3] == ["python", "-m", "tools.compare"]
     assert "--id=0,3" in (tmp_path / "words").read_text()
-    assert "kernels ran in 80% of the GPU's time, 8 runs at once." in launch_note(folder)
+    assert "kernels ran in 80% of the GPU's time, 8 runs at once per GPU." in launch_note(folder)
     with recorded_launch(folder, ["cpu"], workers=1):
         pass
     assert launches(folder)[1]["busy"] is None

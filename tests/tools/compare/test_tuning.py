@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from tests.tools.compare.test_ladder import laddered
 from tools.compare.results import Result
 from tools.compare.spec import plan_runs
-from tools.compare.tuning import tuning_comparison, with_tuned_rates, write_rates
+from tools.compare.tuning import rates_table, tuning_comparison, with_tuned_rates, write_rates
 
 
 def test_tuned_rates_become_those_of_every_size(tmp_path: Path, monkeypatch) -> None:
@@ -18,7 +20,8 @@ def test_tuned_rates_become_those_of_every_size(tmp_path: Path, monkeypatch) -> 
     sizes = {"s": {"optimizer": {"lr": 1e-3}}, "m": {"model": {"hidden_size": 128}, "optimizer": {"lr": 5e-4}}}
     tuning = {"sizes": ["s"], "models": ["metala"], "factors": [1, 2]}
     monkeypatch.chdir(tmp_path)
-    planned = laddered(tuning=tuning).model_copy(update={"sizes": sizes})
+    planned = laddered(tuning=tuning, tokens_per_parameter={"s": [2, 1], "m": [1]})
+    planned = planned.model_copy(update={"sizes": sizes})
     runs = plan_runs(tuning_comparison(planned))
     assert [run.name for run in runs] == ["metala-s_1lr-1x-seed1", "metala-s_2lr-1x-seed1"]
     assert [run.config.optimizer.lr for run in runs] == [1e-3, 2e-3]
@@ -47,6 +50,18 @@ def test_tuned_rates_become_those_of_every_size(tmp_path: Path, monkeypatch) -> 
         with_tuned_rates(planned), models=["metala"], sizes=["m"], seeds=[1], overrides=["optimizer.lr=0.3"]
     )
     assert given.config.optimizer.lr == 0.3
+    # A model that has left the comparison keeps its name in the table.
+    others = {name: model for name, model in planned.models.items() if name != "metala"}
+    assert rates_table(planned.model_copy(update={"models": others})).header[3] == "metala"
+    results[runs[1].name] = replace(results[runs[1].name], final={"loss": math.nan})
+    table = write_rates(planned, runs, [])
+    assert table is None
+    table = write_rates(planned, runs, list(losses))
+    assert table is not None
+    assert [list(row)[2:] for row in table.rows] == [["3.0000", "3.0000", "chosen"], ["-", "-", ""]]
+    smaller = laddered(tuning={**tuning, "sizes": ["m"]}, parameters={"m": 300_000}, tokens_per_parameter={"m": [1]})
+    with pytest.raises(ValueError, match=r"learning_rates.json has the size s, which ladder.parameters lacks: remove"):
+        with_tuned_rates(smaller.model_copy(update={"sizes": sizes}))
 
 
 @pytest.mark.parametrize(
