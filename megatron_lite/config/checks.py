@@ -121,7 +121,7 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
         text = f"= {schedule.decay_steps}: at least schedule.warmup_steps = {schedule.warmup_steps} is allowed"
         yield Problem(("schedule", "decay_steps"), text)
     elif schedule.kind == "wsd" and (
-        # Rounded as in `schedule.learning_rate`: 10 warmup steps of 100 allow a fraction of 0.9.
+        # Rounded as in `lr_schedule.learning_rate`: 10 warmup steps of 100 allow a fraction of 0.9.
         round(schedule.wsd_decay_fraction * schedule.decay_steps) > schedule.decay_steps - schedule.warmup_steps
     ):
         most = math.floor((1 - schedule.warmup_steps / schedule.decay_steps) * 1000 + 1e-6) / 1000
@@ -274,8 +274,9 @@ def _solve_batch(given: Mapping[str, Any], ranks: int, *, where: str) -> dict[Ke
     below = total // unit * unit
     choices = [f"batch.global_batch_size={choice}" for choice in (below, below + unit) if choice]
     if total % ranks == 0:
-        divisors = (number for number in range(1, total // ranks + 1) if total // ranks % number == 0)
-        nearest = min(divisors, key=lambda number: (abs(number - fixed), number))
+        # From `fixed` outwards: the divisors of a large batch size take minutes to enumerate.
+        near = (number for distance in itertools.count() for number in (fixed - distance, fixed + distance))
+        nearest = next(number for number in near if number > 0 and total // ranks % number == 0)
         choices.append(f"batch.{fixed_key}={nearest}")
     text = (
         f"= {total} is no multiple of {fixed_key} {fixed} x {ranks} data ranks = {unit}: {where}; "

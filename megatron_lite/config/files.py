@@ -164,7 +164,7 @@ def parse_yaml(text: str, name: str) -> Sources:
         if not isinstance(node, yaml.MappingNode):
             sources.problems.append(f"{name}:1: sections (`batch:`) and keys (`micro_batch_size: 8`) are expected")
             return sources
-        sources.tree = _build(loader, node, (), name, sources, frozenset())
+        sources.tree = _build(loader, node, (), name, sources)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
@@ -176,13 +176,10 @@ def parse_yaml(text: str, name: str) -> Sources:
     return sources
 
 
-def _build(loader: _Loader, node: yaml.Node, path: KeyPath, name: str, sources: Sources, above: frozenset[int]) -> Any:
+def _build(loader: _Loader, node: yaml.Node, path: KeyPath, name: str, sources: Sources) -> Any:
     """Return the Python value of a YAML node, and record the line of each key in `sources.origins`."""
-    if id(node) in above:
-        raise yaml.constructor.ConstructorError(None, None, "an alias that holds itself", node.start_mark)
-    above |= {id(node)}
     if isinstance(node, yaml.SequenceNode):
-        return [_build(loader, item, (*path, "[]"), name, sources, above) for item in node.value]
+        return [_build(loader, item, (*path, "[]"), name, sources) for item in node.value]
     if not isinstance(node, yaml.MappingNode):
         value = loader.construct_object(node)
         if value is None or isinstance(value, str | int | float):
@@ -202,7 +199,7 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, name: str, sources: 
     for key, value in node.value:
         inner = (*path, key.value)
         sources.origins[inner] = f"{name}:{key.start_mark.line + 1}"
-        tree[key.value] = _build(loader, value, inner, name, sources, above)
+        tree[key.value] = _build(loader, value, inner, name, sources)
     return tree
 
 
@@ -243,11 +240,7 @@ def _nearest_files(name: str) -> str:
     stems = {file: Path(file).stem for file in names}
     close = difflib.get_close_matches(Path(name).stem, sorted(set(stems.values())), n=3, cutoff=0.6)
     matches = [file for stem in close for file in sorted(names) if stems[file] == stem][:3]
-    return (
-        f"; nearest: {', '.join(matches)}"
-        if matches
-        else "; name one that is there; configs/README.md lists the files of the project"
-    )
+    return f"; nearest: {', '.join(matches)}" if matches else "; configs/README.md lists the files of this project"
 
 
 class _Loader(BoundedLoader):

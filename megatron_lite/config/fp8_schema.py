@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_lite.config.section import Section, Steps
+from megatron_lite.config.section import Section
 
 
 class Fp8Config(Section):
@@ -18,8 +18,8 @@ class Fp8Config(Section):
         description="rowwise: output, input gradient and weight gradient in FP8 (e4m3), with one scale per row and no amax "
         "history. CUDA needs compute capability 9.0 (Hopper) and bf16. A CPU computes the same numbers in float32, slowly.",
     )
-    num_layers_at_start_in_bf16: Steps = Field(default=0, description="First blocks without FP8.")
-    num_layers_at_end_in_bf16: Steps = Field(default=0, description="Last blocks without FP8.")
+    num_layers_at_start_in_bf16: int = Field(default=0, ge=0, description="First blocks without FP8.")
+    num_layers_at_end_in_bf16: int = Field(default=0, ge=0, description="Last blocks without FP8.")
 
     def covers(self, block: int, blocks: int) -> bool:
         """Return whether block number `block`, from 0, of `blocks` runs in FP8."""

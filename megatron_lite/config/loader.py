@@ -129,7 +129,7 @@ def _known(tree: Mapping[str, Any], schema: type, report: Callable[[Problem], No
             if name not in keys:
                 if path in REMOVED_KEYS and _is_empty(value):
                     continue  # as in a complete configuration written by an earlier version
-                for problem in _unknown(path, value, section, schema):
+                for problem in _unknown(path, value, schema):
                     report(problem)
                 continue
             below = keys[name].section
@@ -157,18 +157,23 @@ def _is_empty(value: Any) -> bool:
     return all(map(_is_empty, value.values())) if isinstance(value, dict) else value is None
 
 
-def _unknown(path: KeyPath, value: Any, section: type, schema: type) -> Iterator[Problem]:
+def _unknown(path: KeyPath, value: Any, schema: type) -> Iterator[Problem]:
     if isinstance(value, dict) and value and neox_has_keys_below(path):
         for name, inner in value.items():
-            yield from _unknown((*path, name), inner, section, schema)
+            yield from _unknown((*path, name), inner, schema)
         return
     answer = REMOVED_KEYS.get(path) or neox_answer(path)
-    yield Problem(path, answer or f"is an unknown key; {nearest_keys(path, section, schema)}")
+    yield Problem(path, answer or f"is an unknown key; {nearest_keys(path, schema)}")
 
 
-def nearest_keys(path: KeyPath, section: type, schema: type) -> str:
-    """Return "nearest: ..." with up to three keys of the schema that resemble a path, else the keys of the section."""
-    above, name = path[:-1], path[-1]
+def nearest_keys(path: KeyPath, schema: type) -> str:
+    """Return "nearest: ..." with up to three keys that resemble an unknown one, else the keys of the section that exists."""
+    above: KeyPath = ()
+    section, name = schema, path[-1]
+    for part in path[:-1]:
+        if part not in keys_of(section) or (below := keys_of(section)[part].section) is None:
+            break
+        above, section = (*above, part), below
     siblings = list(keys_of(section))
     everywhere = [leaf for leaf, _ in leaves(schema)]
     close_names = difflib.get_close_matches(name, [leaf[-1] for leaf in everywhere], n=3, cutoff=0.75)
@@ -223,7 +228,7 @@ def _value_at(tree: Any, path: KeyPath) -> Any:
 
 
 def _quotes_hint(value: Any, key: Key) -> str:
-    if isinstance(value, int | float) and "text" in key.allowed:
+    if isinstance(value, int | float) and key.allowed.startswith("text"):
         return f"; in quotes it is text: '{_shown(value)}'"
     if isinstance(value, str) and "number" in key.allowed and re.fullmatch(r"[-+.\deE]+", value):
         return "; without quotes it is a number"

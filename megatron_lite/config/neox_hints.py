@@ -94,9 +94,7 @@ NEOX_KEYS: dict[str, Answer] = {
         "data.tokenizer.type", note="HFTokenizer becomes hf, SPMTokenizer sentencepiece, GPT2BPETokenizer gpt2"
     ),
     "vocab_file": _to("data.tokenizer.path"),
-    "merge_file": _to(
-        note="the merges lie beside the vocabulary, gpt2-merges.txt beside gpt2-vocab.json: leave it out"
-    ),
+    "merge_file": _to(note="the merges are the file beside the vocabulary, such as gpt2-merges.txt: leave it out"),
     "eod_mask_loss": _to("data.mask_boundaries"),
     "weight_by_num_documents": _to("data.blend.by", note="documents"),
     "reset_attention_mask": _to("data.reset_at_documents"),
@@ -109,7 +107,7 @@ NEOX_KEYS: dict[str, Answer] = {
     "extra_save_iters": _to("checkpoint.extra_steps"),
     "keep_last_n_checkpoints": _to("checkpoint.keep_last"),
     "log_interval": _to("logging.interval"),
-    "tensorboard_dir": _to("logging.tensorboard", note="true or false; files lie in the run's folder"),
+    "tensorboard_dir": _to("logging.tensorboard", note="true or false; files are in the run's folder"),
     "use_wandb": _to("logging.wandb.enabled"),
     "wandb_project": _to("logging.wandb.project"),
     "wandb_team": _to("logging.wandb.entity"),
@@ -133,7 +131,9 @@ NEOX_KEYS: dict[str, Answer] = {
 def neox_answer(path: tuple[str, ...]) -> str | None:
     """Return the message for an unknown key that GPT-NeoX has: its name here and what differs. None for other keys."""
     plain = tuple(name.replace("-", "_") for name in path)
-    answer = NEOX_KEYS.get(".".join(plain)) or NEOX_KEYS.get(plain[-1]) or NEOX_KEYS.get(plain[0])
+    answer = NEOX_KEYS.get(".".join(plain)) or NEOX_KEYS.get(plain[-1])
+    if answer is None and neox_has_keys_below(plain[:1]):
+        answer = NEOX_KEYS.get(plain[0])
     if answer is None:
         return None
     if not answer.keys:

@@ -20,7 +20,7 @@ from tools.cli import arguments
 # a misspelt key
 CASES = {
     "train.py": [
-        ("NONE.yml", r"nothing\.yml: no such file; name one that is there"),
+        ("NONE.yml", r"nothing\.yml: no such file; configs/README.md lists"),
         ("configs", "configs: is a folder; name a file, such as configs/"),
         ("optimizer.lr 1e-3", "optimizer.lr: has no value: write optimizer.lr=VALUE"),
         ("--lr 1e-3", "--lr is not an option. Keys are set without dashes, .*; nearest: optimizer.lr"),

@@ -117,7 +117,7 @@ def parse_with_overrides(
         from megatron_lite.config.loader import nearest_keys
 
         path = tuple(unknown[0].lstrip("-").partition("=")[0].replace("-", "_").split("."))
-        nearest = nearest_keys(path, schema(), schema())
+        nearest = nearest_keys(path, schema())
         hint = f"; {nearest}" if nearest.startswith("nearest") else ""
         parser.error(f"{unknown[0]} is not an option. Keys are set without dashes, as optimizer.lr=1e-3{hint}")
     return options

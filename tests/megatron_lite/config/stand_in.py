@@ -23,7 +23,7 @@ class StandIn:
             raise ValueError(f"model.num_heads = {self.num_heads} does not divide model.hidden_size; nearest: 2 or 4")
 
 
-# The least that a run must say.
+# The keys that every run must set.
 LEAST = (
     "model.vocab_size=5000",
     "data.corpus=stdlib",

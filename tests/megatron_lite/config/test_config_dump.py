@@ -1,4 +1,4 @@
-"""dump_config loads back to the same configuration; explain_config tells where each value comes from."""
+"""dump_config loads back to the same configuration; explain_config names the origin of each value."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ def test_missing_file_names_the_nearest(here: Path) -> None:
 def test_missing_include_names_the_file_that_includes_it(here: Path) -> None:
     file = write(here / "a.yml", "include: [nothing_like_it.yml]")
     assert problems(file=file) == [
-        "nothing_like_it.yml: no such file (included from a.yml); name one that is there; configs/README.md lists "
-        "the files of the project"
+        "nothing_like_it.yml: no such file (included from a.yml); configs/README.md lists the files of this project"
     ]
 
 
@@ -141,6 +140,7 @@ def test_unknown_key_names_the_nearest_and_its_line(here: Path) -> None:
             "data.tokenizer.vocabulary_size=1",
             "data.tokenizer.vocabulary_size is an unknown key; nearest: data.tokenizer.vocab_size, model.vocab_size",
         ),
+        ("optimizer.params.epss=1", "optimizer.params.epss is an unknown key; nearest: optimizer.eps"),
         (
             "logging.zzz=1",
             "logging.zzz is an unknown key; allowed in logging are interval, loss_by_source, spread_interval, "
@@ -213,6 +213,7 @@ def test_missing_keys_are_all_named() -> None:
             "model.mixers=metala",
             'model.mixers = "metala": list of: text is allowed; in brackets it is a list: [metala]',
         ),
+        ("model.mixers=3", "model.mixers = 3: list of: text is allowed"),
         (
             "model.mixer_options={metala: paper}",
             'model.mixer_options.metala = "paper": mapping is allowed',
@@ -270,6 +271,12 @@ EQUATION = "global_batch_size = micro_batch_size x gradient_accumulation_steps x
             4,
             f"= 6 is no multiple of micro_batch_size 8 x 4 data ranks = 32: {EQUATION} (4 from WORLD_SIZE); nearest: "
             "batch.global_batch_size=32",
+        ),
+        (
+            ("micro_batch_size=7", f"global_batch_size={10**15}"),  # too large to enumerate its divisors
+            1,
+            f"= {10**15} is no multiple of micro_batch_size 7 x 1 data ranks = 7: {EQUATION} (1 from WORLD_SIZE); nearest: "
+            "batch.global_batch_size=999999999999994 or batch.global_batch_size=1000000000000001 or batch.micro_batch_size=8",
         ),
         (
             ("micro_batch_size=null", "gradient_accumulation_steps=3", "global_batch_size=8"),

@@ -1,4 +1,4 @@
-"""The files of configs/: whole runs load as they stand, parts load over the default, recipes are the papers'."""
+"""Files of configs/: whole runs load alone, parts load over the default run, and recipes match the papers."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def test_models_load_over_the_default_run(path: Path) -> None:
 def test_parts_load_over_the_default_run(path: Path) -> None:
     data = read_sources([path]).tree.get("data", {})
     corpus = ("data.corpus=null",) if "train" in data else ()
-    both_sides = ("model.mixers=[metala_bidirectional]",) if data.get("objective") == "masked" else ()
+    mixers = ("model.mixers=[metala_bidirectional]",) if data.get("objective") == "masked" else ()
     # The default's global batch is smaller than the micro-batches that the cluster files are made for.
     base = base_of(path)
     sizes = () if base.stem != "default" else ("batch.global_batch_size=256",)
-    config = load(base, path, overrides=(*corpus, *both_sides, *sizes))
+    config = load(base, path, overrides=(*corpus, *mixers, *sizes))
     assert config.run.name == base.stem
 
 
@@ -105,7 +105,7 @@ def test_parts_load_over_the_default_run(path: Path) -> None:
         ("transformer_1.4b", 2e-4, 2e6, 300e9, 2e-5),
     ],
 )
-def test_recipes_are_the_papers(name: str, lr: float, batch_tokens: float, tokens: float, lowest: float) -> None:
+def test_recipes_match_the_papers(name: str, lr: float, batch_tokens: float, tokens: float, lowest: float) -> None:
     config = load(CONFIGS / f"{name}.yml")
     assert config.optimizer.lr == lr
     assert config.batch.sequence_length == 2048
@@ -134,7 +134,7 @@ MASKED = [f"{kind}_{size}" for kind in ("lion_s", "lion_d", "lion_lit", "bert") 
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_masked_recipes_are_the_paper_s(name: str) -> None:
+def test_masked_recipes_match_the_paper(name: str) -> None:
     config = load(CONFIGS / f"{name}.yml")
     optimizer, schedule, large = config.optimizer, config.schedule, name.endswith("large")
     assert (optimizer.lr, optimizer.betas, optimizer.eps) == (2e-4 if large else 8e-4, (0.9, 0.98), 1e-6)

@@ -111,11 +111,11 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
     ],
 )
 def test_overrides_are_yaml_values(override: str, path: str, value: Any) -> None:
-    found: Any = load(override)
+    loaded: Any = load(override)
     for name in path.split("."):
-        found = getattr(found, name)
-    assert found == value
-    assert type(found) is type(value)
+        loaded = getattr(loaded, name)
+    assert loaded == value
+    assert type(loaded) is type(value)
 
 
 def test_overrides_follow_files_in_order(tmp_path: Path) -> None:

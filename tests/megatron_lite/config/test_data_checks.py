@@ -1,4 +1,4 @@
-"""What the keys of the data, the batch and the model owe one another."""
+"""Keys of the sections data, batch and model that conflict are refused."""
 
 from __future__ import annotations
 

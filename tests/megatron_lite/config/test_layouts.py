@@ -1,4 +1,4 @@
-"""Layouts that cannot run are refused before anything starts, with the arithmetic and what is near and legal."""
+"""Layouts that cannot run are refused before the start; the message has the arithmetic and the nearest legal layouts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_layout_that_cannot_run_is_refused(world_size: int, overrides: list[st
 
 
 @pytest.mark.parametrize(
-    ("overrides", "halved"),
+    ("overrides", "overlap"),
     [
         (["parallel.tensor=2"], False),
         (["parallel.tensor=2", *EVEN], True),
@@ -114,16 +114,16 @@ def test_a_layout_that_cannot_run_is_refused(world_size: int, overrides: list[st
         ([*EVEN], None),
     ],
 )
-def test_tensor_overlap_is_on_where_supported(overrides: list[str], halved: bool | None) -> None:
-    assert load(4, "parallel.cuda_graph=true", *overrides).parallel.tensor_overlap is halved
+def test_tensor_overlap_is_on_where_supported(overrides: list[str], overlap: bool | None) -> None:
+    assert load(4, "parallel.cuda_graph=true", *overrides).parallel.tensor_overlap is overlap
 
 
 def test_legal_layouts_divide_everything() -> None:
     limits = Limits({"model.num_heads": 4}, num_layers=3, sequence_length=64, context_parallel_error="")
-    found = legal_layouts(12, limits)
-    assert Layout(4, 3, 1) in found
-    assert Layout(1, 1, 4) in found
-    for layout in found:
+    layouts = legal_layouts(12, limits)
+    assert Layout(4, 3, 1) in layouts
+    assert Layout(1, 1, 4) in layouts
+    for layout in layouts:
         assert 12 % layout.model_ranks == 0
         assert not list(layout_problems(layout, limits))
     assert nearest_layouts(Layout(3, 1, 1), 12, limits)[0] in (Layout(2, 1, 1), Layout(4, 1, 1))

@@ -76,3 +76,4 @@ def test_a_name_that_both_projects_use_is_answered_where_the_meaning_differs() -
     """Only `precision` is a key there and a section here."""
     assert [key for key in NEOX_KEYS if key in keys_of(Config[ModelConfig])] == ["precision"]
     assert answer("precision=fp16").startswith("precision is a GPT-NeoX key; here it is precision.dtype")
+    assert answer("precision.dtpye=bf16").startswith("precision.dtpye is an unknown key; nearest: precision.dtype")

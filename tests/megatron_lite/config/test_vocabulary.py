@@ -1,4 +1,4 @@
-"""A configuration without the size of the vocabulary: the tokenizer's entries, padded to a multiple of 128."""
+"""An unset `model.vocab_size` becomes the number of the tokenizer's entries, padded to a multiple of 128."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_mask_token_has_a_row_where_the_vocabulary_fills_its_rows(monkeypatc
     assert vocabulary_override(DEFAULT, [*words, "data.objective=masked"]) == ["model.vocab_size=512"]
 
 
-def test_a_plan_reads_such_a_configuration_too():
+def test_plan_derives_an_unset_vocab_size():
     words = [str(DEFAULT[0]), "model.vocab_size=null", "data.tokenizer={type: bytes}"]
     assert read_config(words, 1).model.vocab_size == 384
 
