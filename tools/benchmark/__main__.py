@@ -1,6 +1,6 @@
 """Measure time and peak memory on this machine, next to other libraries in the same run: a table, a CSV file and a plot.
 
-Values are medians with random inputs, on CUDA in bfloat16. For kernels there are three times:
+Values are medians with random inputs, on CUDA in bfloat16. Kernels have three times:
   replayed  as a CUDA graph: the time of the device
   queued    called repeatedly, as in training: the larger time of host and device
   launched  called once on an idle device: a small problem then waits for the host
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 type=positive,
                 nargs="+",
                 metavar="THREADS",
-                help="measure instead the decoding and augmentation of ImageNet by numbers of threads, without a model",
+                help="measure only the decoding and augmentation of ImageNet, by number of threads",
             )
         if name == "decode":
             command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help=_CONFIG)
@@ -284,8 +284,10 @@ def _training_plan(options: argparse.Namespace) -> Plan:
     shapes = [_shape(word) for word in options.shapes or []]
     lengths = options.lengths or []
     tokens = options.tokens or max(lengths, default=0)
+    if options.tokens and not lengths:
+        raise ValueError(f"--tokens {options.tokens} has no effect without --lengths: give both, or --shapes alone")
     for length in lengths:
-        if not 0 < length <= tokens or tokens % length:
+        if tokens % length:
             raise ValueError(f"--lengths {length}: it must divide --tokens {tokens}")
         shapes.append((length, tokens // length))
     shapes = shapes or [(2048, 8), (16384, 1)]

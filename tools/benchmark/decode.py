@@ -97,7 +97,7 @@ def model_of(config: Path) -> ModelConfig:
 
 
 def ratios(rows: list[Row]) -> list[str]:
-    """Return lines with the ratios of speed and memory, longest to shortest context, and of the speed to Llama's."""
+    """Return lines with the ratios of speed and memory at the longest and shortest context, and of the speed to Llama's."""
     lines = []
     methods = list(dict.fromkeys(row.method for row in rows))
     longest = {method: max((r for r in rows if r.method == method), key=lambda r: r.context) for method in methods}
@@ -183,7 +183,7 @@ def _eager_step(model: Any, cache: Any) -> Callable[[Tensor], Tensor]:
 def _row(
     method: str, context: int, step: Callable[[Tensor], Tensor], token: Tensor, state_bytes: int, steps: int
 ) -> Row:
-    """Decode greedily from token [batch, 1]. The time per step is the median over `PARTS` parts of `steps`."""
+    """Decode greedily from token [batch, 1]. The time per step is the median over `PARTS` equal parts of `steps`."""
     cuda, batch = token.is_cuda, len(token)
 
     def decode(count: int) -> None:

@@ -1,6 +1,6 @@
 """Measure training steps of LION's image classifiers and of ViT with softmax attention (PyTorch's SDPA), in one run.
 
-The images are random and lie on the device, so that no data loader is measured. `measure_loader` measures it alone.
+The images are random and already on the device. `measure_loader` measures the data loader alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .step_rounds import Timing, compare_models, time_steps
 from .training_models import step_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# The configuration of the model, {size} tiny, small or base, and changes to it.
+# Model -> its configuration, with {size} tiny, small or base, and changes to it.
 MODELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "vit": ("vit_{size}", ()),
     "lion_s": ("lion_s_vit_{size}", ()),
@@ -37,7 +37,7 @@ MODELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "lion_lit": ("lion_s_vit_{size}", ("model.mixer_options.lion.variant=lit", "model.positions=learned")),
 }
 _IMAGENET = ("model.vocab_size=1000", "model.patch_size=16")
-# The mean size of ImageNet's photographs, and the images that the loader reads.
+# The mean size of ImageNet's photographs, and the number of photographs that the loader reads.
 _PHOTOGRAPH, _PHOTOGRAPHS = (500, 375), 64
 
 
@@ -56,9 +56,7 @@ def run(
     """
     if unknown := [name for name in subjects if name not in MODELS]:
         raise ValueError(f"--subjects {' '.join(unknown)}: allowed are {', '.join(MODELS)}")
-    configs = {
-        (name, *shape): _config(name, size, *shape, overrides) for name in subjects for shape in dict.fromkeys(shapes)
-    }
+    configs = {(name, *shape): _config(name, size, *shape, overrides) for name in subjects for shape in shapes}
     compare_models(
         output / "images",
         f"Image classifiers, {size}, training step",
@@ -118,10 +116,14 @@ def image_batch(config: Any) -> dict[str, Tensor]:
 
 
 def measure_loader(seconds: float, pixels: int, threads: Sequence[int]) -> list[dict[str, Any]]:
-    """Print and return images per second that the augmentation of configs/data/imagenet.yml yields, by threads.
+    """Print and return the images per second of the decoding and augmentation of configs/data/imagenet.yml, by threads.
 
-    The photographs are JPEG files of noise with low frequencies, decoded for each sample. pixels: height and width of a
-    sample. Threads of one process share Python's interpreter; a run has one process per GPU.
+    The photographs are JPEG files of low-frequency noise. The threads share one Python interpreter, as in each of a run's
+    processes.
+
+    Args:
+        seconds: time per number of threads.
+        pixels: height and width of a sample.
     """
     config = load_config(
         [CONFIGS / "imagenet_lion_s.yml"], [f"model.image_size={pixels}"], model_type=ModelConfig, world_size=1

@@ -33,7 +33,7 @@ class LayoutCase:
 
     Attributes:
         parallel: keys of the section `parallel`.
-        peer: name of the case with which tokens per second are compared.
+        peer: name of the case whose tokens per second are the unit.
     """
 
     name: str
@@ -69,11 +69,17 @@ def cases(gpus: int, length: int, micro: int, long: int) -> list[LayoutCase]:
 
 
 def run(output: Path, config: Path, gpus: int, length: int, micro: int, long: int, steps: int, only: str) -> None:
-    """Print the table and write layouts.csv and layouts.png. Raises ValueError if the machine has fewer GPUs."""
+    """Print the table and write layouts.csv and layouts.png.
+
+    only: part of the names of the layouts to measure. Raises ValueError for too few GPUs, and if no layout is measured.
+    """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if available < gpus:
         raise ValueError(f"--gpus {gpus}: this machine has {available} GPUs, and at most that many are allowed")
-    chosen = [case for case in cases(gpus, length, micro, long) if only in case.name]
+    known = cases(gpus, length, micro, long)
+    chosen = [case for case in known if only in case.name]
+    if not chosen:
+        raise ValueError(f"--only {only} is in no name; the layouts are: {'; '.join(case.name for case in known)}")
     results: dict[str, dict[str, Any]] = {}
     for count in sorted({case.gpus for case in chosen}):
         group = [case for case in chosen if case.gpus == count]

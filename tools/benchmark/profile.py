@@ -106,11 +106,11 @@ def run(
                 profiled = 1e3 * sum(next_step("profiled") for _ in range(steps)) / steps
     if trace:
         profiler.export_chrome_trace(str(output / "profile.json.gz"))
-    pieces = list(_kernel_calls(profiler, device))
-    busy = _busy(profiler) / steps / 1e3 if device == "cuda" else sum(p.microseconds for p in pieces) / steps / 1e3
-    # On a CPU the profiler slows the step, so that the shares refer to the profiled step.
+    calls = list(_kernel_calls(profiler, device))
+    busy = _busy(profiler) / steps / 1e3 if device == "cuda" else sum(p.microseconds for p in calls) / steps / 1e3
+    # On a CPU the profiler slows the step, so the shares refer to the profiled step.
     whole = milliseconds if device == "cuda" else profiled
-    parts, kernels = by_part(pieces, steps, whole, max(0.0, whole - busy)), by_kernel(pieces, steps, whole)
+    parts, kernels = by_part(calls, steps, whole, max(0.0, whole - busy)), by_kernel(calls, steps, whole)
     engine.close()
     title = f"{config_file.stem}{''.join(f', {word}' for word in overrides)}, {length} x {batch}, {dtype}"
     print(table(parts, f"{title}, {milliseconds:.1f} ms per step ({profiled:.1f} with the profiler)"))
@@ -123,11 +123,11 @@ def run(
     return parts, kernels
 
 
-def by_part(pieces: Sequence[KernelCall], steps: int, whole: float, gap: float) -> list[dict[str, Any]]:
+def by_part(calls: Sequence[KernelCall], steps: int, whole: float, gap: float) -> list[dict[str, Any]]:
     """Return one row per part of `PARTS` with a kernel, one for the gap, and one for the whole step (`whole` in ms)."""
     groups: dict[str, list[KernelCall]] = {}
-    for piece in pieces:
-        groups.setdefault(part_of(piece.name, piece.operators, piece.module), []).append(piece)
+    for call in calls:
+        groups.setdefault(part_of(call.name, call.operators, call.module), []).append(call)
     rows = [{"part": part, **_totals(groups[part], steps, whole)} for part in PARTS if part in groups]
     rows.sort(key=lambda row: -row["ms per step"])
     nothing = {"launches": None, "TFLOP/s": None, "GB/s": None}
@@ -136,29 +136,29 @@ def by_part(pieces: Sequence[KernelCall], steps: int, whole: float, gap: float) 
     return rows
 
 
-def by_kernel(pieces: Sequence[KernelCall], steps: int, whole: float) -> list[dict[str, Any]]:
+def by_kernel(calls: Sequence[KernelCall], steps: int, whole: float) -> list[dict[str, Any]]:
     """Return one row per kernel and part, the longest first."""
     groups: dict[tuple[str, str], list[KernelCall]] = {}
-    for piece in pieces:
-        key = _without_template(piece.name), part_of(piece.name, piece.operators, piece.module)
-        groups.setdefault(key, []).append(piece)
+    for call in calls:
+        key = _without_template(call.name), part_of(call.name, call.operators, call.module)
+        groups.setdefault(key, []).append(call)
     rows = []
     for (name, part), group in groups.items():
         totals = _totals(group, steps, whole)
-        mean = sum(piece.microseconds for piece in group) / len(group)
+        mean = sum(call.microseconds for call in group) / len(group)
         rows.append({"kernel": name, "part": part, **totals, "us each": mean})
     return sorted(rows, key=lambda row: -row["ms per step"])
 
 
 def _totals(group: Sequence[KernelCall], steps: int, whole: float) -> dict[str, Any]:
-    milliseconds = sum(piece.microseconds for piece in group) / steps / 1e3
+    milliseconds = sum(call.microseconds for call in group) / steps / 1e3
     row: dict[str, Any] = {"ms per step": milliseconds, "share": milliseconds / whole, "launches": len(group) // steps}
     for column, unit, amount in (("TFLOP/s", 1e6, "flops"), ("GB/s", 1e3, "bytes")):
-        known = [piece for piece in group if getattr(piece, amount) is not None]
-        busy = sum(piece.microseconds for piece in known)
+        known = [call for call in group if getattr(call, amount) is not None]
+        busy = sum(call.microseconds for call in known)
         # Shown only if most of the row's time has a known amount.
-        representative = busy > 0.8 * sum(piece.microseconds for piece in group) > 0
-        row[column] = sum(getattr(piece, amount) for piece in known) / busy / unit if representative else None
+        representative = busy > 0.8 * sum(call.microseconds for call in group) > 0
+        row[column] = sum(getattr(call, amount) for call in known) / busy / unit if representative else None
     return row
 
 
@@ -272,7 +272,7 @@ def _flops(name: str, shapes: Any) -> float | None:
 
 
 def _bytes(name: str, shapes: Any, types: Any) -> float | None:
-    """Return the fewest bytes that an operator moves: each input and the result once, expanded views in full."""
+    """Return the bytes of an operator that moves each input and the result once, or None. Expanded views count in full."""
     if not shapes or not types or len(shapes) != len(types) or _NOTHING_MOVED.fullmatch(name):
         return None
     inputs = [
@@ -296,7 +296,7 @@ def _bytes(name: str, shapes: Any, types: Any) -> float | None:
     return read + max(sizes)
 
 
-# Views, operators that call another operator, and lookups by index, for which the shapes do not give the rows read.
+# Views, operators that call another operator, and lookups by index: their shapes do not give the number of rows read.
 _NOTHING_MOVED = re.compile(
     r"aten::(view|_unsafe_view|select|slice|narrow|transpose|t|permute|expand|unsqueeze|squeeze|reshape|flatten|unflatten"
     r"|unbind|split|chunk|detach|alias|as_strided|resolve_conj|resolve_neg|matmul|linear|to|empty\w*|embedding\w*"

@@ -41,8 +41,12 @@ def compare_models(
 ) -> None:
     """Print the table and write `output`.csv, after each shape, and `output`.png.
 
-    shapes: the columns that describe a shape, with "length" and "batch". measure: one round of a model at a shape. speed:
-    the units per step of a shape, and their name. Times are also shown relative to the first model's.
+    Times are also shown relative to the first model's.
+
+    Args:
+        shapes: the columns that describe each shape, with "length" and "batch".
+        measure: model, shape -> the times of one round.
+        speed: shape -> (unit, units per step), such as ("images", 256).
     """
     rows: list[dict[str, Any]] = []
     first = models[0]
@@ -77,7 +81,7 @@ def compare_models(
 
 
 def time_steps(config: Any, batch: Callable[[torch.Generator], dict[str, torch.Tensor]], steps: int) -> Timing:
-    """Return the times of `steps` steps after the warm-up. batch: the micro-batch of a step, before its time begins."""
+    """Return the times of `steps` steps after the warm-up. batch: returns the micro-batch of a step; its time is not counted."""
     from megatron_lite.parallel.grid import init_grid
     from tools.loading.engine import build_engine
 

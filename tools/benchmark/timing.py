@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measurement:
-    """Hold milliseconds, and peak GiB beyond the memory held before. None: out of memory or not measured."""
+    """Hold milliseconds, and peak GiB beyond the memory allocated before. None: out of memory or not measured."""
 
     method: str
     length: int
@@ -56,7 +56,7 @@ def measure(method: str, length: int, batch: int, build: Callable[[], tuple[Step
 
 
 def launched_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> float:
-    """Return the median over runs that begin with an idle device, an overwritten L2 cache and no gradients."""
+    """Return the median milliseconds of runs that begin with an idle device, an overwritten L2 cache and no gradients."""
     scratch = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
 
     def once() -> float:
@@ -74,7 +74,7 @@ def launched_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> f
 
 
 def queued_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> float:
-    """Return the time per run of ten runs launched in sequence: the median over several such tens."""
+    """Return the milliseconds per run of ten runs launched in sequence, the median over several groups of ten."""
 
     def ten() -> float:
         torch.cuda.synchronize()
@@ -90,7 +90,7 @@ def queued_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> flo
 
 
 def host_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.5) -> float:
-    """Return the median time on a CPU."""
+    """Return the median milliseconds on a CPU."""
 
     def once() -> float:
         _clear_gradients(leaves)

@@ -41,11 +41,12 @@ class Plan:
         shapes: (length, batch) of a step with one micro-batch.
         models: models under test, from `MODELS_UNDER_TEST`.
         precisions: of the models that are not the project's, from `PRECISIONS`.
+        peer_loss: see `Settings`.
         steps: timed steps per shape.
         limit: seconds per model under test, including its start.
         cold: also measure the time to the first step with an empty kernel cache.
-        tuned: whether Triton kernels are autotuned; if not, each kernel has one configuration, for all models.
-        peak: FLOP/s on which MFU is based; None measures a matmul's.
+        tuned: whether Triton kernels are autotuned. If not, each kernel of every model has one configuration.
+        peak: FLOP/s on which MFU is based; None takes the measured FLOP/s of a matmul.
         resume: continue an existing train.jsonl.
     """
 
@@ -87,7 +88,7 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
     }
     record = output / "train.jsonl"
     earlier = _earlier(record, plan)
-    # The log has the workers' other output: warnings and reasons of failures.
+    # The log holds the other output of the workers: warnings and the reasons of failures.
     with record.open("a", encoding="utf-8") as file, (output / "train.log").open("a", encoding="utf-8") as log:
         tokens = plan.shapes[0][0] * plan.shapes[0][1]
         task = {"device": plan.device, "dtype": config.precision.dtype, "hidden_size": size["hidden_size"]}

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_lite.dtypes import torch_name
 
 PROJECT = "metalion"
-# The project's models under test: the configuration, and changes to it. "metalion-bf16" stores the same formats as the peers.
+# The project's models under test -> changes to the configuration. "metalion-bf16" stores the same number formats as the peers.
 _ELEMENTWISE = "parallel.activation_checkpointing.mode=elementwise"
 _BF16_STATE = ("precision.dtype=bf16", "precision.optimizer_state=bf16")
 PROJECT_CHANGES: dict[str, tuple[str, ...]] = {
@@ -39,7 +39,7 @@ class Training:
         keeps: number formats of weights and optimizer state between steps.
         flops_per_token: length -> FLOPs per token of a training step.
         close: releases the memory.
-        micro_batches: per step; all are the tokens that `step` takes.
+        micro_batches: per step. Each one holds the same tokens, the argument of `step`.
     """
 
     step: Callable[[Tensor], float]
@@ -70,6 +70,7 @@ class Settings:
         precision: of the other models. "bf16": weights, gradients and moments are bf16. "mixed": all three are float32 and
             matmuls run in bf16 (torch.autocast).
         dtype: "bf16", or "fp32" on a CPU without fast bf16 matmuls.
+        longest: longest sequence of all shapes, in tokens.
         peer_loss: of flash-linear-attention's models. "linear": fused with the output projection, in chunks, as in their
             trainer flame. "logits": fused cross entropy of the logits, the models' default.
     """
@@ -93,7 +94,7 @@ def build(name: str, settings: Settings, device: torch.device) -> Training:
 
 
 def step_config(config: str | Path, overrides: Sequence[str], batch: int) -> Any:
-    """Return the configuration of one process with micro-batches of `batch` samples, one per step unless an override changes it.
+    """Return the configuration of one process with micro-batches of `batch` samples. An override may set several per step.
 
     Raises ConfigError if it is invalid.
     """

@@ -53,7 +53,7 @@ def main(task: dict[str, Any]) -> None:
                 raise
             row = {"error": "out of memory"}
         except ImportError as error:
-            _send({"row": {**key, "error": f"not here: {error}"}})
+            _send({"row": {**key, "error": f"not available: {error}"}})
             continue
         _send({"row": {**key, **row}})
         launched = None

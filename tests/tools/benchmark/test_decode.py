@@ -1,4 +1,4 @@
-"""The decoding benchmark measures what it says, and its ratios are of the right rows."""
+"""The decoding benchmark: its rows, its times and its ratios."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     own, peer = rows[:2], rows[2:]
     assert own[0]["state"] == own[1]["state"], "a recurrent state does not grow"
-    # Keys and values of 2 layers of 64 channels in float32, of the context alone and not of the steps that were timed.
+    # Keys and values of 2 layers of 64 channels in float32, for the context without the timed steps.
     assert [float(row["state"]) * 2**30 for row in peer] == [2 * 2 * 64 * 4 * 2 * context for context in (8, 32)]
     for row in rows:
         assert float(row["tokens_per_second"]) == pytest.approx(2 * 1e3 / float(row["milliseconds"]))

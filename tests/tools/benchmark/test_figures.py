@@ -76,6 +76,10 @@ def test_layouts_have_powers_of_two_gpus(tmp_path: Path, monkeypatch: pytest.Mon
     layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, long, 4, "")
     rows = csv.DictReader((tmp_path / "layouts.csv").open(encoding="utf-8"))
     assert {row["method"]: float(row["x 1 GPU"]) for row in rows} == dict(zip(speeds, (1, 0.5, 1.8, 1.6), strict=True))
+    with pytest.raises(
+        ValueError, match="--only expert is in no name; the layouts are: 1 GPU; 1 GPU, 131072 tokens; data 2"
+    ):
+        layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, long, 4, "expert")
 
 
 def test_tokens_of_a_layout_are_counted_per_data_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of mixers on a CPU; that of the kernels says that it needs a CUDA device."""
+"""The benchmarks of mixers, masked models and image classifiers on a CPU; kernels need a CUDA device."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_columns_of_masked_models_follow_from_times(tmp_path: Path, monkeypatch:
 
 
 def test_masked_samples_have_targets_at_masked_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """30 % of the tokens; and learned positions reach as far as the rows."""
+    """Mask 30 % of the tokens. Learned positions cover the whole length."""
     seen: list[dict[str, torch.Tensor]] = []
 
     class Engine:
@@ -330,7 +330,7 @@ def test_measured_forms_of_lion_have_equal_gradients(monkeypatch: pytest.MonkeyP
 
 
 def test_errors_are_relative_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative to float32, of the output and each gradient under its name; beside a peer, its own figure over the peer's."""
+    """Return the relative error of the output and of each gradient. Ratios divide a time by the peer's at the same shape."""
     monkeypatch.setattr(kernels, "HEADS", 2)
     monkeypatch.setattr(kernels, "HEAD_DIM", 8)
     monkeypatch.setattr(kernels, "_random", lambda *shape, count=1: [torch.rand(*shape) for _ in range(count)])

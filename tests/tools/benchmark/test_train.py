@@ -1,4 +1,4 @@
-"""The training benchmark with its subjects in processes of their own, and the profile of a step, on a CPU."""
+"""The training benchmark, with one process per model under test, and the profile of a step, on a CPU."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ def test_resumed_run_adds_the_peers(interrupted: tuple[Path, str], capsys: pytes
     rows = {row["method"]: row for row in read(folder / "train.csv")}
     assert (
         rows["gla"]["error"]
-        == "not here: flash-linear-attention's kernels need a GPU; leave its models out of --subjects"
+        == "not available: flash-linear-attention's kernels need a GPU; leave its models out of --subjects"
     )
     ratio = float(rows["llama"]["metalion / it, tokens/s"])
     assert ratio == pytest.approx(float(rows["metalion"]["tokens/s"]) / float(rows["llama"]["tokens/s"]))
     assert rows["metalion-bf16"]["keeps"] == "bf16 weights, bf16 moments"
     assert rows["llama"]["keeps"] == "float32 weights, float32 moments"
-    # 6 FLOPs a parameter and token, but for the embedding's; attention's causal half.
+    # 6 FLOPs per parameter and token without the embedding's, and the causal half of attention.
     parameters = int(rows["llama"]["parameters"])
     flops = json.loads(lines[-2])["row"]["flops a token"]
     assert flops == 6 * (parameters - 256 * 32) + 6 * 32 * 16
@@ -219,6 +219,7 @@ def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
         [*common, "--subjects", "mambo"], capsys
     )
     assert "--lengths 3000: it must divide --tokens 4096" in refusal([*common, "--lengths", "3000", "4096"], capsys)
+    assert "--tokens 4096 has no effect without --lengths" in refusal([*common, "--tokens", "4096"], capsys)
     assert "num_heads = 5 does not divide" in refusal([*common, "model.num_heads=5"], capsys)
     assert re.search(
         r"bert_base.yml trains a masked model: use .* masked`",
@@ -239,13 +240,13 @@ def test_parts_of_the_profile_add_up(tmp_path: Path, capsys: pytest.CaptureFixtu
     expected = {"matmuls", "recurrence", "convolution", "norms", "cross entropy", "optimizer"}
     assert expected | {"mixer, elementwise", "MLP, elementwise"} <= set(parts)
     kernels = read(tmp_path / "profile_kernels.csv")
-    products = [row for row in kernels if row["kernel"] in ("aten::mm", "aten::addmm", "aten::addmm_")]
-    # Of 2 layers: 5 products of the mixer and 3 of the MLP forward, twice as many backward, 3 of the head. The kernels in C++
-    # lay the gradients of q, a, v, gate and of the MLP's gate and up side by side, two products each.
+    matmuls = [row for row in kernels if row["kernel"] in ("aten::mm", "aten::addmm", "aten::addmm_")]
+    # 2 layers with 5 matmuls of the mixer and 3 of the MLP forward, twice as many backward, and 3 of the head. The C++ kernels
+    # concatenate the gradients of q, a, v, gate and of the MLP's gate and up, which leaves two matmuls each.
     backward = 8 if shared_object("swiglu", torch.float32) else 16
-    assert sum(int(row["launches"]) for row in products) == 2 * (8 + backward) + 3
-    assert {row["part"] for row in products} == {"matmuls"}
-    assert 0 < float(products[0]["TFLOP/s"]) < 10
+    assert sum(int(row["launches"]) for row in matmuls) == 2 * (8 + backward) + 3
+    assert {row["part"] for row in matmuls} == {"matmuls"}
+    assert 0 < float(matmuls[0]["TFLOP/s"]) < 10
     assert (tmp_path / "profile.json.gz").stat().st_size > 1_000
     assert (tmp_path / "profile.png").stat().st_size > 5_000
     assert "| gap |" in capsys.readouterr().out
@@ -299,7 +300,7 @@ def test_flops_follow_from_shapes() -> None:
     assert [row["part"] for row in parts] == ["matmuls", "copies and casts", "gap", "whole step"]
     assert [row["ms per step"] for row in parts] == pytest.approx([0.1, 0.05, 1.85, 2.0])
     assert [row["share"] for row in parts] == pytest.approx([0.05, 0.025, 0.925, 1.0])
-    # Launches are a step's, microseconds a launch's; a rate that a quarter of the time has does not describe the row.
+    # Launches are per step, microseconds per launch. A rate known for a quarter of the time is not shown.
     (row,) = by_kernel([product] * 4 + [replace(product, microseconds=300.0, flops=None)] * 4, steps=2, whole=2.0)
     assert (row["launches"], row["us each"], row["TFLOP/s"]) == (4, 200.0, None)
     (row,) = by_kernel([product] * 4 + [replace(product, microseconds=5.0, flops=None)] * 4, steps=2, whole=2.0)
@@ -336,7 +337,7 @@ def test_overlapping_kernels_count_once() -> None:
     ],
 )
 def test_bytes_of_an_operator(operator: str, moved: int | None) -> None:
-    """Inputs once, the result once; not the whole of a table of which rows are read."""
+    """Count inputs once and the result once. A lookup by index has no count."""
     a, b, column, index = torch.ones(48, 32), torch.ones(32, 8), torch.ones(48, 1), torch.zeros(5, dtype=torch.long)
     calls = {
         "mm": lambda: a @ b,
