@@ -28,6 +28,9 @@ from tools.evaluation.results_file import number_format
 from tools.evaluation.scoring import Scorer
 from tools.inference.generation import State, generate, read_prefix
 
+# Tokens at the end of a text that are searched for a stop string.
+_STOP_WINDOW = 48
+
 
 class ProjectLM(TemplateLM):
     """Answer the harness's requests with a `LanguageModel`.
@@ -67,13 +70,13 @@ class ProjectLM(TemplateLM):
         self.masked = bool(model.config.bidirectional_mixers())
         self.scorer: Scorer | PseudoScorer
         if self.masked:
-            before = () if tokenizer.begin_id is None else (tokenizer.begin_id,)
-            after = (tokenizer.end_of_document_id,)
-            self.scorer = PseudoScorer(model, checked_mask_id(model, tokenizer), before, after, batch_tokens)
+            prefix = () if tokenizer.begin_id is None else (tokenizer.begin_id,)
+            suffix = (tokenizer.end_of_document_id,)
+            self.scorer = PseudoScorer(model, checked_mask_id(model, tokenizer), prefix, suffix, batch_tokens)
         else:
             self.scorer = Scorer(model, batch_tokens, state_bytes)
         # Most tokens of context and continuation: a causal model does not read the last one.
-        self._room = max_length - len(before) - len(after) if self.masked else max_length + 1
+        self._room = max_length - len(prefix) - len(suffix) if self.masked else max_length + 1
         self._device = next(model.parameters()).device
         self._terminal = sys.stderr  # stderr is redirected during the harness's call
         self.counts = RequestCounts()
@@ -92,7 +95,7 @@ class ProjectLM(TemplateLM):
 
     @property
     def score_name(self) -> str:
-        """Return the name of the scores."""
+        """Return the name of the scores in tables and messages."""
         return "pseudo-log-likelihood" if self.masked else "log-likelihood"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -143,14 +146,17 @@ class ProjectLM(TemplateLM):
         prompts = encode_texts(self._tokenizer, [request.args[0] for request in requests])
         # Masked models, whose scorer has no states, generate nothing.
         assert isinstance(self.scorer, Scorer)
+        rooms = [self.max_length - values["max_tokens"] for values in settings]
         ends = [
-            ids[-max(1, self.max_length - shared["max_tokens"]) :] if len(ids) else np.array([self.eot_token_id])
-            for ids, shared in zip(prompts, settings, strict=True)
+            ids[-max(1, room) :] if len(ids) else np.array([self.eot_token_id])
+            for ids, room in zip(prompts, rooms, strict=True)
         ]
-        missing = set(range(len(requests))) - texts.keys()
-        ordered: list[tuple[int, int]] = []  # requests of equal settings are together
-        for shared in dict.fromkeys(repr(settings[i]) for i in sorted(missing)):
-            group = [i for i in sorted(missing) if repr(settings[i]) == shared]
+        same_settings: dict[str, list[int]] = {}
+        for i in range(len(requests)):
+            if i not in texts:
+                same_settings.setdefault(repr(settings[i]), []).append(i)
+        ordered: list[tuple[int, int]] = []
+        for group in same_settings.values():
             ordered += [(group[i], length) for i, length in zip(*shared_order([ends[i] for i in group]), strict=True)]
 
         def generate_share() -> dict[int, str]:
@@ -168,9 +174,9 @@ class ProjectLM(TemplateLM):
             return generated
 
         texts.update(self.processes.compute_shared(generate_share))
-        for prompt, request, shared in zip(prompts, requests, settings, strict=True):
+        for prompt, request, room in zip(prompts, requests, rooms, strict=True):
             name = request.task_name or ""
-            self.counts.truncated[name] += len(prompt) > self.max_length - shared["max_tokens"]
+            self.counts.truncated[name] += len(prompt) > room
             self.counts.requests[name] += 1
         return [texts[i] for i in range(len(requests))]
 
@@ -229,9 +235,10 @@ class ProjectLM(TemplateLM):
     def _prefix_batches(
         self, remaining: list[tuple[int, int]], prompts: Sequence[Ids], settings: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[list[int], int, State | None]]:
-        """Yield batches of requests, the tokens of their prompts that are read already, and the state after them.
+        """Yield batches of requests, the number of prompt tokens that are already read, and the state after these tokens.
 
-        remaining: requests of equal settings, and the tokens that each shares with all later ones. These are read once.
+        remaining: (request, number of tokens that its prompt shares with all later ones), of equal settings. Shared tokens are
+        read once.
         """
         assert isinstance(self.scorer, Scorer)
         read, state = 0, None
@@ -286,17 +293,13 @@ class ProjectLM(TemplateLM):
         )
 
 
-# Tokens at the end of a text that are searched for a stop string.
-_STOP_WINDOW = 48
-
-
 def checked_mask_id(model: LanguageModel, tokenizer: Tokenizer) -> int:
     """Return the id of the mask token. Raises ValueError if the model has no row for it."""
     if tokenizer.mask_id >= model.config.vocab_size:
         raise ValueError(
-            f"the model is scored by masking, but the mask of its tokenizer ({tokenizer.path or tokenizer.type}), "
-            f"{tokenizer.mask_id}, is not among its {model.config.vocab_size} rows: it was not trained with this tokenizer "
-            "as a masked language model"
+            f"the mask token of {tokenizer.path or tokenizer.type} has id {tokenizer.mask_id}, and the model has "
+            f"{model.config.vocab_size} rows: a masked model is scored by masking; evaluate one that was trained with the mask "
+            "of this tokenizer"
         )
     return tokenizer.mask_id
 

@@ -26,10 +26,13 @@ _TOKENS = 1 << 20  # of the validation text, whose tokens are keys and values
 def recall_rows(ids: NDArray[np.int64], pairs: int, examples: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows of tokens, [examples, 4 pairs], and the place of each query's value among the first pairs, [examples, pairs].
 
-    ids: different tokens to draw from. Raises ValueError for fewer than 2 pairs of them.
+    ids: different tokens to draw from. Raises ValueError for fewer than 2 x `pairs` tokens.
     """
     if len(ids) < 2 * pairs:
-        raise ValueError(f"{pairs} pairs need {2 * pairs} different tokens; the text has {len(ids)}")
+        raise ValueError(
+            f"{pairs} pairs need {2 * pairs} different tokens; the text has {len(ids)} that are frequent enough: name a longer "
+            "validation text, or leave --recall out"
+        )
     draw = np.random.default_rng([seed, pairs])
     drawn = np.stack([draw.choice(ids, 2 * pairs, replace=False) for _ in range(examples)]).reshape(examples, pairs, 2)
     order = draw.permuted(np.tile(np.arange(pairs), (examples, 1)), axis=1)

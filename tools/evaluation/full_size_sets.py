@@ -1,7 +1,7 @@
 """Fill incomplete data sets of the suites to their whole size.
 
-Added rows have shuffled words, so that no two are alike. Requests share as much as in the whole set (MultiRC: 83
-paragraphs, 953 questions, 4,848 answers).
+Added rows have shuffled words, so that no two are alike. Rows of MultiRC share as many paragraphs and questions as in the
+whole set: 83 paragraphs, 953 questions, 4,848 answers.
 """
 
 from __future__ import annotations
@@ -99,14 +99,16 @@ def _multirc(rows: list[Row], size: int, scale: float, draw: random.Random) -> l
 
 
 def _read(source: Path, name: str) -> list[Row]:
-    # If the evaluated split is incomplete, add rows of the other split.
-    rows: list[Row] = []
-    for split in (name.rpartition("/")[2], "validation", "test"):
+    """Return the different rows of the evaluated split, then those of the other split, which complete it."""
+    folder, _, evaluated = name.rpartition("/")
+    lines: dict[str, None] = {}
+    for split in (evaluated, "validation", "test"):
         for suffix in (".jsonl.gz", ".jsonl"):
-            path = source / name.rpartition("/")[0] / f"{split}{suffix}"
+            path = source / folder / f"{split}{suffix}"
             if path.is_file():
                 text = gzip.decompress(path.read_bytes()) if suffix.endswith(".gz") else path.read_bytes()
-                rows += [row for line in text.decode().splitlines() if (row := json.loads(line)) not in rows[:50]]
+                lines.update(dict.fromkeys(text.decode().split("\n")))
+    rows = [json.loads(line) for line in lines if line.strip()]
     if not rows:
-        raise FileNotFoundError(f"{source} lacks {name}.jsonl.gz: a few rows of every task are needed")
+        raise FileNotFoundError(f"{source} lacks {name}.jsonl.gz: a few rows of every task are needed; put them there")
     return rows

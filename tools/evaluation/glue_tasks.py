@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from data.corpus.discovery import check_hub
 
 Row = dict[str, Any]
-HUB = "nyu-mll/glue"
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,7 @@ TASKS: dict[str, Task] = {
 
 
 def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
-    """Return the task's metrics: accuracy, F1 of class 1, Matthews, Pearson and Spearman correlation.
-
-    They lie between 0 and 1, or -1 and 1.
+    """Return the task's metrics, at most 1: accuracy, F1 of class 1, Matthews, Pearson and Spearman correlation.
 
     logits: [rows, classes], or [rows, 1] for a real number; labels: [rows].
     """
@@ -84,12 +81,9 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
     Raises FileNotFoundError naming the file; ValueError for a damaged or empty file, a missing column, an unknown label, or
     a hub that cannot be reached.
     """
-    if folder is None:
-        rows = _rows_of_hub(name, split)
-    else:
-        rows = _read_lines(split_file(name, split, folder))
+    rows = _rows_of_hub(name, split) if folder is None else _read_lines(split_file(name, split, folder))
     if not rows:
-        raise ValueError(f"{name}, {split}, holds no row: get it again")
+        raise ValueError(f"{name}, {split}, holds no row: get the split again")
     needed = (*TASKS[name].texts, "label")
     for number, row in enumerate(rows):
         missing = [key for key in needed if key not in row]
@@ -106,7 +100,7 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
 
 def _rows_of_hub(name: str, split: str) -> list[Row]:
     advice = f"Without the hub, put {name}/{split}.jsonl.gz into a folder and give --data FOLDER"
-    place = ("stanfordnlp/imdb",) if name == "imdb" else (HUB, name)
+    place = ("stanfordnlp/imdb",) if name == "imdb" else ("nyu-mll/glue", name)
     check_hub(f"{name}, {split}", place[0], advice)
     from datasets import load_dataset
 

@@ -1,4 +1,4 @@
-"""Fine-tune a classifier on one task of GLUE with transformers.Trainer."""
+"""Fine-tune a classifier on one task of `glue_tasks` with transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             if used not in TASKS:
                 raise ValueError(f"{path}: task {used!r} is unknown; allowed: {', '.join(TASKS)}")
         if task.start is not None and (task.start not in recipe.tasks or recipe.tasks[task.start].start is not None):
-            raise ValueError(f"{path}: tasks.{name}.start = {task.start}: a task of the recipe that starts from none")
+            raise ValueError(
+                f"{path}: tasks.{name}.start = {task.start}: name a task of the recipe that has no `start` itself"
+            )
     return recipe
 
 
@@ -60,7 +62,11 @@ def finetune(
     scratch: Path,
     keep: Path | None = None,
 ) -> dict[str, float]:
-    """Train a classifier on one task and return its official metrics. keep: a folder for its weights."""
+    """Train a classifier on one task and return its official metrics, named "METRIC" or "METRIC SPLIT".
+
+    weights: an exported model. hold_out: as in `training_rows`. scratch: a folder for temporary files. keep: a folder for the
+    trained weights. Raises as `training_rows`.
+    """
     import torch
     from transformers import (
         AutoModelForSequenceClassification,
@@ -162,7 +168,10 @@ def finetune(
 
 
 def training_rows(name: str, data: Path | None, hold_out: float | None) -> tuple[list[Any], dict[str, list[Any]]]:
-    """Return training rows, and rows to evaluate by split. Raises as `read_split`; ValueError without a training row."""
+    """Return training rows, and rows to evaluate by split. Raises as `read_split`; ValueError without a training row.
+
+    hold_out: share of the validation split to evaluate, with its other rows for training; None for the official splits.
+    """
     first, *others = splits_read(name, hold_out)
     rows = read_split(name, first, data)
     if hold_out is None:

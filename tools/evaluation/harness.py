@@ -55,8 +55,7 @@ def prepare_tasks(request: TaskRequest) -> Prepared:
     if request.tasks:
         suites.append(task_suite(request.tasks))
     suite_tasks = dict.fromkeys(task for suite in suites for task in suite.tasks)
-    names = [task for task in suite_tasks if task not in request.without]
-    if not names:
+    if not suite_tasks.keys() - set(request.without):
         raise ValueError("nothing to evaluate: name a suite (--suite superglue,commonsense) or a task (--tasks piqa)")
     # The fields of the project's own suites hold for tasks that are named alone, too.
     known = [*map(read_suite, suite_names()), *suites]

@@ -1,4 +1,4 @@
-"""Provide the filler of long texts, and the lengths that a model reads."""
+"""Read the filler of long texts, and check their lengths against those that a model reads."""
 
 from __future__ import annotations
 

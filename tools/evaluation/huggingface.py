@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,5 @@ def _register_linear_attention(name: str) -> None:
         return
     if kind is None and not any(word in name.lower() for word in ("fla-hub", "retnet", "gla", "hgrn", "rwkv")):
         return
-    try:
+    with suppress(ImportError):
         import fla.models  # noqa: F401
-    except ImportError:
-        return

@@ -86,7 +86,7 @@ def load_huggingface_text(request: EvaluationRequest) -> HuggingFaceText:
     model = lm.model.eval().requires_grad_(False)
     config = {"batch": {"sequence_length": min(lm.max_length, LONGEST)}, "data": {"reset_at_documents": False}}
     place = str(Path(name).resolve()) if Path(name).is_dir() else name
-    number = sum(p.numel() for p in model.parameters())
+    num_parameters = sum(p.numel() for p in model.parameters())
     tokens = HuggingFaceTokens(lm.tokenizer, name)
     commit = getattr(model.config, "_commit_hash", None)
-    return HuggingFaceText(place, SummedLoss(model), tokens, torch.device(lm.device), config, number, commit)
+    return HuggingFaceText(place, SummedLoss(model), tokens, torch.device(lm.device), config, num_parameters, commit)

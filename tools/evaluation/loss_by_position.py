@@ -63,9 +63,8 @@ class LossByPosition:
             weight = self.tokens[low - 1 : high - 1]
             if not weight.sum():
                 continue
-            nll = self._loss(low, high - 1)
-            bits = nll / math.log(2) / self.bytes_per_token
-            bins.append({"from": low, "to": high - 1, "tokens": int(weight.sum()), "loss": nll, "bits_per_byte": bits})
+            place = {"from": low, "to": high - 1, "tokens": int(weight.sum())}
+            bins.append({**place, "loss": self._loss(low, high - 1), "bits_per_byte": self.mean(low, high - 1)})
         return bins
 
     def mean(self, low: int, high: int) -> float:
@@ -152,7 +151,7 @@ def plot_positions(results: list[LossByPosition], out: Path) -> None:
         axes.annotate(
             f" trained length {trained:,}", (trained, 0.97), xycoords=("data", "axes fraction"), fontsize=8, va="top"
         )
-        log_axes(axes, "x", [2**power for power in range(32) if middle[0] <= 2**power <= middle[-1]])
+        log_axes(axes, "x", [2**power for power in range(32) if 2**power <= len(results[0].nll)])
         axes.set(xlabel="position in the piece (tokens)", ylabel="bits per byte", title="Loss by position")
         label_lines(axes)
 

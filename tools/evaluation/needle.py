@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_cells, write_cells
+from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_saved_cells, write_cells
 from tools.evaluation.haystack import (
     Filler,
     check_lengths,
@@ -29,7 +29,7 @@ from tools.evaluation.haystack import (
 )
 from tools.evaluation.open_model import OpenedModel, open_model
 from tools.evaluation.request import EvaluationRequest, NeedleRequest
-from tools.evaluation.results_file import difference, earlier_results, number_format, refuse_others, weights
+from tools.evaluation.results_file import earlier_results, number_format, refuse_others, weights
 
 if TYPE_CHECKING:
     from tools.loading.model import LocatedCheckpoint
@@ -87,8 +87,8 @@ def run_needle(
         "filler": str(needle.filler or "the run's validation text"),
         "filler_sha256": digest,
     }
-    cell_settings = _settings({"model": opened.facts, **settings})
-    refuse_others(opened.out, _settings(earlier_results(opened.out, "needle")), cell_settings)
+    description = {"model": opened.facts, "title": opened.name, **settings}
+    refuse_others(opened.out, _settings(earlier_results(opened.out, "needle")), _settings(description))
     lengths = _supported_lengths(opened, lengths)
     if needle.filler is None and opened.loaded is not None:
         text = validation_text(opened.loaded, max(lengths))
@@ -101,17 +101,9 @@ def run_needle(
     answers = _answers(opened, every)
     if not is_main_process(opened.lm):
         return None
-    results = {
-        "model": opened.facts,
-        "title": opened.name,
-        "lengths": lengths,
-        "depths": depths,
-        **settings,
-        "cells": cells(every, answers),
-    }
-    earlier = earlier_results(opened.out, "needle")  # another evaluation may have written since
-    if not difference(_settings(earlier), cell_settings):
-        results = with_cells(earlier, results, "depth")
+    # Another evaluation may have written since.
+    new = {**description, "cells": cells(every, answers)}
+    results = with_saved_cells(new, opened.out, "needle", "depth", _settings)
     write_cells(opened.out, results, table(results), heat_map)
     opened.finish()
     return results
@@ -165,8 +157,8 @@ def cells(texts: Sequence[Question], answers: Sequence[tuple[float, bool]]) -> l
         scores = [a for q, a in zip(texts, answers, strict=True) if (q.length, q.depth) == (length, depth)]
         correct = [bool(greedy) for _, greedy in scores]
         mean = statistics.mean(value for value, _ in scores)
-        rows.append({"length": length, "depth": depth, "accuracy": statistics.mean(correct), "log_likelihood": mean})
-        rows[-1]["right"] = correct
+        accuracy = statistics.mean(correct)
+        rows.append({"length": length, "depth": depth, "accuracy": accuracy, "log_likelihood": mean, "right": correct})
     return rows
 
 

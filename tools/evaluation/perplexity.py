@@ -222,6 +222,6 @@ def _decoded_bytes(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer, pre
     if ids.size and int(ids.max()) >= tokenizer.vocab_size:
         raise ValueError(
             f"{prefix} holds token {int(ids.max())} and the checkpoint's tokenizer has {tokenizer.vocab_size} entries: "
-            f"prepare it with the checkpoint's tokenizer"
+            "prepare it with the checkpoint's tokenizer"
         )
     return len(tokenizer.decode(ids[ids != tokenizer.end_of_document_id].tolist()).encode())

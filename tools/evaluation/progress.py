@@ -28,7 +28,7 @@ class ProgressMonitor:
         received: seconds from `start` until the harness sent its requests.
         tokenised: seconds until all requests were tokenised.
         ended: seconds until the last answer.
-        tokens: of every request without its last one, as a model reads them one by one.
+        tokens: per request, without its last token, which a model does not read.
         answers: log-likelihoods.
         answered, answered_tokens: number of answered requests, and their tokens.
     """

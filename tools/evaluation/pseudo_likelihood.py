@@ -16,8 +16,9 @@ import torch
 from models.language_model import LanguageModel
 from models.precision import to_accumulation_dtype
 from tools.evaluation.prefix_tree import Ids
+from tools.evaluation.scoring import Score
 
-Score = tuple[float, bool]
+# Number of the request, its whole sequence, first position to score, number of positions.
 Unit = tuple[int, Ids, int, int]
 
 
@@ -27,15 +28,15 @@ class PseudoScorer:
 
     Attributes:
         mask_id: id of the mask token.
-        before, after: ids around every sequence, as in training (such as [CLS] and [SEP]).
+        prefix, suffix: ids around every sequence, as in training (such as [CLS] and [SEP]).
         batch_tokens: tokens of a batch, padding included. Halved when memory runs out.
         read: tokens that the model has read, padding excluded.
     """
 
     model: LanguageModel
     mask_id: int
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
     batch_tokens: int = 0
     read: int = field(default=0, init=False)
 
@@ -44,11 +45,11 @@ class PseudoScorer:
         self.batch_tokens = self.batch_tokens or (1 << 15 if self.device.type == "cuda" else 4096)
 
     def units(self, contexts: Sequence[Ids], targets: Sequence[Ids]) -> list[Unit]:
-        """Return the units of work, longest first: (number, whole sequence, first position to score, number of positions)."""
+        """Return the units of work, longest sequence first."""
         units = []
         for number, (context, target) in enumerate(zip(contexts, targets, strict=True)):
-            whole = np.concatenate([np.array(self.before, np.int64), context, target, np.array(self.after, np.int64)])
-            units.append((number, whole, len(self.before) + len(context), len(target)))
+            whole = np.concatenate([np.array(self.prefix, np.int64), context, target, np.array(self.suffix, np.int64)])
+            units.append((number, whole, len(self.prefix) + len(context), len(target)))
         return sorted(units, key=lambda unit: -len(unit[1]))
 
     @torch.inference_mode()

@@ -26,7 +26,7 @@ from data.tokenizer import Tokenizer
 class Pair(NamedTuple):
     """Hold the ids of a context and of its continuation.
 
-    apart: whether the two were encoded alone. recut: whether the context has other ids in front of its continuation.
+    apart: whether the continuation was encoded alone. recut: whether the whole text begins with other ids than the context.
     """
 
     context: Any

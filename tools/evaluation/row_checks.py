@@ -129,7 +129,7 @@ def _labelled_choices(row: Row) -> str:
     if problem := _texts("choices.text", texts) or _texts("choices.label", labels):
         return problem
     if len(texts) != len(labels):
-        return f"has {len(texts)} texts and {len(labels)} labels in choices, where as many are expected"
+        return f"has {len(texts)} texts and {len(labels)} labels in choices, where equal numbers are expected"
     if row["answerKey"].strip() not in labels:
         return f"has answerKey = {row['answerKey']!r}, where one of its labels is expected: {', '.join(labels)}"
     return ""

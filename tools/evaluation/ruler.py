@@ -19,7 +19,7 @@ import numpy as np
 from data.synthetic.ruler import TASKS, TEXTS_VERSION, RulerExample, make_example
 from data.synthetic.ruler_text import prose
 from models.options import nearest_names
-from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_cells, write_cells
+from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_saved_cells, write_cells
 from tools.evaluation.haystack import (
     check_lengths,
     note_untrained,
@@ -30,13 +30,7 @@ from tools.evaluation.haystack import (
 )
 from tools.evaluation.open_model import OpenedModel, open_model
 from tools.evaluation.request import EvaluationRequest, RulerRequest
-from tools.evaluation.results_file import (
-    difference,
-    earlier_results,
-    number_format,
-    refuse_others,
-    weights,
-)
+from tools.evaluation.results_file import earlier_results, number_format, refuse_others, weights
 
 if TYPE_CHECKING:
     from tools.loading.model import LocatedCheckpoint
@@ -47,11 +41,10 @@ DEPTHS = tuple(range(0, 101, 10))
 
 @dataclass(frozen=True)
 class Text:
-    """Hold one text of a table. number: of the example in its cell. max_tokens: limit of the generated answer."""
+    """Hold one text of a table. max_tokens: limit of the generated answer."""
 
     task: str
     length: int
-    number: int
     example: RulerExample
     max_tokens: int
 
@@ -105,8 +98,8 @@ def run_ruler(
         "filler": str(ruler.filler or "generated prose"),
         "filler_sha256": digest,
     }
-    cell_settings = _settings({"model": opened.facts, **settings})
-    refuse_others(opened.out, _settings(earlier_results(opened.out, "ruler")), cell_settings)
+    description = {"model": opened.facts, "title": opened.name, **settings}
+    refuse_others(opened.out, _settings(earlier_results(opened.out, "ruler")), _settings(description))
     if is_main_process(opened.lm):
         note_untrained(opened, lengths)
     haystack = _haystack(opened, ruler.filler, text, max(lengths))
@@ -118,11 +111,9 @@ def run_ruler(
         cells += score_cells(texts, _outputs(opened, texts), keep_outputs=request.save_samples)
     if not is_main_process(opened.lm):
         return None
-    new = {"model": opened.facts, "title": opened.name, **settings, "cells": cells}
-    earlier = earlier_results(opened.out, "ruler")  # another evaluation may have written since
-    if difference(_settings(earlier), cell_settings):
-        earlier = {}
-    results = with_cells(earlier, new, "task", list(TASKS).index)
+    # Another evaluation may have written since.
+    new = {**description, "cells": cells}
+    results = with_saved_cells(new, opened.out, "ruler", "task", _settings, list(TASKS).index)
     write_cells(opened.out, results, table(results), heat_map)
     opened.finish()
     if opened.loaded is not None:
@@ -257,7 +248,7 @@ def _haystack(opened: OpenedModel, file: Path | None, text: str, tokens: int) ->
 
 
 def _texts(opened: OpenedModel, ruler: RulerRequest, haystack: Sequence[str], length: int) -> Iterable[Text]:
-    """Yield the texts of one length. Single needles visit all depths."""
+    """Yield the texts of one length. Successive single needles have different depths."""
 
     def count(text: str) -> int:
         return len(opened.lm.tok_encode(text))
@@ -278,7 +269,7 @@ def _texts(opened: OpenedModel, ruler: RulerRequest, haystack: Sequence[str], le
         except ValueError as error:
             raise ValueError(f"{error} with --lengths, or leave the task out with --without {task}") from error
         # A tokenizer of short pieces may need more tokens for the right answer than the paper allows.
-        yield Text(task, length, number, example, max(kind.max_tokens, count(example.completion)))
+        yield Text(task, length, example, max(kind.max_tokens, count(example.completion)))
 
 
 def _outputs(opened: OpenedModel, texts: Sequence[Text]) -> list[str]:

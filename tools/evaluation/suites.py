@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from models.options import nearest_names
 
 FOLDER = Path(__file__).parents[2] / "configs" / "eval"
 
-
-# Key of a suite's file -> its type.
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("columns", "average", "notes", "local", "folders"), list),
-    "title": str,
-    "paper": dict,
-    "fields": dict,
-    "documents": dict,
+# Key of a suite's file -> its type, and the type in words.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "title": (str, "a text"),
+    "columns": (list, "a list"),
+    **dict.fromkeys(("average", "notes", "local", "folders"), (list[str], "a list of texts")),
+    "paper": (dict, "a mapping"),
+    "fields": (dict[str, list[str]], "a mapping of tasks to lists of fields"),
+    "documents": (dict[str, int], "a mapping of tasks to numbers of documents"),
 }
 
 
@@ -97,8 +98,11 @@ def read_suite(name: str) -> Suite:
     for key, value in content.items():
         if key not in _KINDS:
             raise ValueError(f"{path}: unknown key {key!r}; {nearest_names(str(key), _KINDS)}")
-        if value is not None and not isinstance(value, _KINDS[key]):
-            raise ValueError(f"{path}: {key} = {value!r}: a {_KINDS[key].__name__} is expected")
+        kind, words = _KINDS[key]
+        try:
+            TypeAdapter(kind | None).validate_python(value, strict=True)
+        except ValidationError:
+            raise ValueError(f"{path}: {key} = {value!r}: {words} is expected") from None
     columns = []
     for number, entry in enumerate(content.get("columns") or []):
         if not isinstance(entry, dict) or "task" not in entry or entry.keys() - {"task", "metric", "label"}:
@@ -112,20 +116,23 @@ def read_suite(name: str) -> Suite:
     if not columns or len(set(labels)) < len(labels):
         raise ValueError(f"{path}: columns must name at least one task, each under a unique label")
     paper = content.get("paper") or {}
-    rows = tuple(paper.get("rows") or ())
-    if not all(isinstance(row, dict) and "model" in row for row in rows):
-        raise ValueError(f"{path}: paper.rows: {{model, tokens, LABEL: value}} is expected of each")
+    rows = paper.get("rows") or []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "model" in row for row in rows):
+        raise ValueError(f"{path}: paper.rows = {rows!r}: a list of {{model, tokens, LABEL: value}} is expected")
     allowed = {*labels, "model", "tokens"}
     for key in [*(content.get("average") or ()), *(key for row in rows for key in row)]:
         if key not in allowed:
             raise ValueError(f"{path}: {key!r} is no column label; {nearest_names(str(key), labels)}")
+    for label, value in ((label, row[label]) for row in rows for label in row.keys() & set(labels)):
+        if not isinstance(value, int | float):
+            raise ValueError(f"{path}: paper.rows: {label} = {value!r}: a number is expected")
     return Suite(
         name=path.stem,
         title=content.get("title", path.stem),
         columns=tuple(columns),
         average=tuple(content.get("average") or ()),
         notes=tuple(" ".join(note.split()) for note in content.get("notes") or ()),
-        rows=rows,
+        rows=tuple(rows),
         source=paper.get("source", ""),
         fields={task: tuple(names) for task, names in (content.get("fields") or {}).items()},
         documents=content.get("documents") or {},

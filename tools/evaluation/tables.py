@@ -85,8 +85,8 @@ class Table:
         published = any(row.published for row in self.rows)
         if not published or len(self.columns) + 1 + bool(self.average) > MOST_COLUMNS:
             return None
-        own = [row for row in self.rows if not row.published]
-        return sum(1 + any(error is not None for _, error in row.cells.values()) for row in own) or None
+        evaluated = [row for row in self.rows if not row.published]
+        return sum(1 + any(error is not None for _, error in row.cells.values()) for row in evaluated) or None
 
 
 def suite_table(suite: Suite, models: Sequence[tuple[str, Results]]) -> Table:
@@ -278,5 +278,5 @@ def _listed(words: Sequence[str], most: int = 16) -> str:
 # Flags of `request_pairs.Pair`.
 _SPLITS = {
     "apart": "context and continuation share a token and were encoded apart (the harness refuses them)",
-    "recut": "the context has other tokens in front of its continuation; split as in the harness",
+    "recut": "the whole text begins with other tokens than its context alone; split as in the harness",
 }

@@ -77,7 +77,7 @@ def load_tasks(
 
 
 def task_manager(names: Sequence[str], folders: Sequence[str] = (), include_path: Path | None = None) -> TaskManager:
-    """Return an index of the given folders of tasks if they hold all names, else of the whole harness (10 s).
+    """Return an index of the given folders of tasks if they hold all names, else of the whole harness (takes 10 s).
 
     include_path: a folder with more tasks, whose names replace the harness's.
 
@@ -86,15 +86,15 @@ def task_manager(names: Sequence[str], folders: Sequence[str] = (), include_path
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
-    own = [] if include_path is None else [include_path]
+    more = [] if include_path is None else [include_path]
     if include_path is not None and not include_path.is_dir():
         raise FileNotFoundError(f"--include-path {include_path}: it is no folder; give a folder with task YAMLs")
-    if folders or own:
-        paths = [*(root / folder for folder in folders), *own]
+    if folders or more:
+        paths = [*(root / folder for folder in folders), *more]
         manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=paths)
         if all(name in manager.task_index for name in names):
             return manager
-    manager = lm_eval.tasks.TaskManager(include_path=own) if own else lm_eval.tasks.TaskManager()
+    manager = lm_eval.tasks.TaskManager(include_path=more) if more else lm_eval.tasks.TaskManager()
     for name in names:
         if name not in manager.task_index:
             raise UnknownNameError(f"the harness has no task {name!r}; {nearest_names(name, manager.all_tasks)}")

@@ -23,9 +23,7 @@ from tools.loading.model import LoadedModel, LocatedCheckpoint, load_located
 from tools.reporting.tables import plain_table
 
 if TYPE_CHECKING:
-    from tools.evaluation.huggingface_text import HuggingFaceText
-
-    TextModel = LoadedModel | HuggingFaceText
+    from tools.evaluation.perplexity import TextModel
 
 Metrics = Mapping[str, Any]
 
@@ -49,24 +47,22 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
     results = evaluate_texts(loaded, texts, out, cache)
     # Other texts of the file may have been measured in another number format.
     saved = {name: {**metrics, "dtype": dtype} for name, metrics in results.items()}
-    if texts.by_position:
-        write_results(out, loaded, by_position=saved)
-    else:
+    if not texts.by_position:
         print(
             plain_table(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results))
         )
         piece = next(iter(results.values()))
         overlap = f", which begin every {piece['stride']:,} tokens" if "stride" in piece else ""
         print(f"\nPieces of {piece['sequence_length']:,} tokens{overlap}.")
-        write_results(out, loaded, perplexity=saved)
+    write_results(out, loaded, saved, by_position=texts.by_position)
     cache.remove()
     print(f"\n{out}")
 
 
 def open_cache(loaded: TextModel, out: Path) -> RequestCache:
-    """Return the results of batches that an interrupted measurement of this model kept beside the results file.
+    """Return the cache beside the results file, with the batches that an interrupted measurement of this model has done.
 
-    A model of the hub is known by its name and commit. Without a commit there is no cache.
+    A model of the hub is identified by its name and commit. Without a commit there is no cache.
     """
     if isinstance(loaded, LoadedModel):
         digest: str | None = checkpoint_hash(loaded.checkpoint)
@@ -107,14 +103,10 @@ def evaluate_texts(loaded: TextModel, request: TextRequest, out: Path, cache: Re
         }
 
 
-def write_results(
-    out: Path,
-    loaded: TextModel,
-    *,
-    perplexity: Mapping[str, Metrics] | None = None,
-    by_position: Mapping[str, Metrics] | None = None,
-) -> None:
+def write_results(out: Path, loaded: TextModel, metrics: Mapping[str, Metrics], *, by_position: bool) -> None:
     """Add metrics by text to a results file. Results of another checkpoint are dropped.
+
+    by_position: whether the metrics are losses by position, which replace earlier ones.
 
     Raises ValueError for a file of another kind of results.
     """
@@ -122,15 +114,12 @@ def write_results(
     earlier = earlier_results(out, "texts")
     if earlier.get("checkpoint") != facts["checkpoint"]:
         earlier = {}
-    results = earlier.get("results", {})
-    if perplexity is not None:
-        results = {**results, "perplexity": {**results.get("perplexity", {}), **perplexity}}
-    content = {
-        **earlier,
-        **facts,
-        "results": results,
-        **({} if by_position is None else {"by_position": by_position}),
-    }
+    content = {"results": {}, **earlier, **facts}
+    if by_position:
+        content["by_position"] = metrics
+    else:
+        results = content["results"]
+        content["results"] = {**results, "perplexity": {**results.get("perplexity", {}), **metrics}}
     write_json(out, content)
 
 

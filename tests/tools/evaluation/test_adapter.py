@@ -84,8 +84,8 @@ def test_every_request_equals_hf(both, lm):
 def test_every_score_equals_hf(both):
     for task, metrics in both[1]["results"].items():
         for key, value in metrics.items():
-            found = both[0]["results"][task][key]
-            assert found == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (task, key)
+            actual = both[0]["results"][task][key]
+            assert actual == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (task, key)
 
 
 def test_rolling_equals_hf(lm, theirs):
@@ -264,8 +264,8 @@ def test_continuation_without_own_token_is_encoded_apart():
 
 def test_text_that_begins_with_the_document_start_is_not_prefixed_again():
     pairs = encode_pairs(Dropping(), [("", "ab"), ("", "a"), ("", "b")], ord("a"))  # type: ignore[arg-type]
-    found = [tuple("".join(map(chr, part)) for part in pair[:2]) for pair in pairs]
-    assert found == [("a", "b"), ("a", "a"), ("a", "b")]
+    actual = [tuple("".join(map(chr, part)) for part in pair[:2]) for pair in pairs]
+    assert actual == [("a", "b"), ("a", "a"), ("a", "b")]
 
 
 @pytest.mark.parametrize("context", ["def alpha", ""])

@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 
 from tools.benchmark_evaluation import Timing, main
 from tools.evaluation.adapter import ProjectLM
-from tools.evaluation.full_size_sets import SIZES, write_whole_sets
+from tools.evaluation.full_size_sets import SIZES, _read, write_whole_sets
 from tools.evaluation.progress import ProgressMonitor, TimeUpError, attach_monitor
 from tools.loading.model import load_model
 
@@ -33,16 +33,16 @@ def test_both_sides_answer_the_same_requests(trained_run, eval_data, tmp_path, c
     words = ["--data-dir", str(eval_data), "--checkpoint", str(trained_run), "--device", "cpu", "--dtype", "fp32"]
     assert main([*words, "--scale", "0.0005", "--max-length", "1024", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    found = json.loads((tmp_path / "evaluation.json").read_text())
-    assert found["largest_difference"] < 1e-4
-    assert found["metalion"]["requests"] == found["hf"]["requests"] > 100
-    assert found["metalion"]["tokens"] == found["hf"]["tokens"]
-    assert not found["metalion"]["estimated"]
-    assert not found["hf"]["estimated"]
-    batches = found["metalion"]["batches"]
+    actual = json.loads((tmp_path / "evaluation.json").read_text())
+    assert actual["largest_difference"] < 1e-4
+    assert actual["metalion"]["requests"] == actual["hf"]["requests"] > 100
+    assert actual["metalion"]["tokens"] == actual["hf"]["tokens"]
+    assert not actual["metalion"]["estimated"]
+    assert not actual["hf"]["estimated"]
+    batches = actual["metalion"]["batches"]
     assert 0 < batches["tokens_read"] <= batches["with_padding"]
     assert 0 < batches["shapes"] <= batches["batches"]
-    assert found["ratio"]["whole"] == pytest.approx(found["hf"]["total"] / found["metalion"]["total"])
+    assert actual["ratio"]["whole"] == pytest.approx(actual["hf"]["total"] / actual["metalion"]["total"])
     assert "hf over metalion" in printed
     assert "estimated" not in printed
 
@@ -50,10 +50,10 @@ def test_both_sides_answer_the_same_requests(trained_run, eval_data, tmp_path, c
     assert (
         main([*words, "--scale", "0.0005", "--only", "hf", "--limit-minutes", "1e-6", "--output", str(tmp_path)]) == 0
     )
-    found = json.loads((tmp_path / "evaluation.json").read_text())
-    assert found.keys() == {"hf"}
-    assert found["hf"]["estimated"]
-    assert found["hf"]["requests"] <= 1
+    actual = json.loads((tmp_path / "evaluation.json").read_text())
+    assert actual.keys() == {"hf"}
+    assert actual["hf"]["estimated"]
+    assert actual["hf"]["requests"] <= 1
 
 
 def test_monitor_records_every_answer(lm):
@@ -115,3 +115,14 @@ def test_filled_sets_have_the_sizes_of_the_whole_sets(eval_data, tmp_path):
     assert len({row["paragraph"] for row in multirc}) == 1
     write_whole_sets(eval_data, tmp_path / "b", 0.01)
     assert rows(tmp_path / "a", "hellaswag/validation") == rows(tmp_path / "b", "hellaswag/validation")
+
+
+def test_real_rows_of_an_incomplete_set_are_used_once(tmp_path):
+    def written(texts: list[str], folder: Path) -> None:
+        folder.mkdir()
+        (folder / "test.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    texts = [f"alpha beta {n}" for n in range(60)]
+    written(texts, tmp_path / "lambada_openai")
+    (tmp_path / "lambada_openai" / "validation.jsonl").write_text('{"text": "alpha beta 7"}\n{"text": "gamma"}\n')
+    assert [row["text"] for row in _read(tmp_path, "lambada_openai/test")] == [*texts, "gamma"]

@@ -340,8 +340,8 @@ def test_two_processes_write_what_one_writes(trained_run, eval_data, evaluated, 
     one, two = read_results(evaluated[0]), read_results(out)
     for task, metrics in one["results"].items():
         for key, value in metrics.items():
-            found = two["results"][task][key]
-            assert found == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (task, key)
+            actual = two["results"][task][key]
+            assert actual == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (task, key)
     assert one["task_hashes"] == two["task_hashes"]
     assert done.stdout.count("SuperGLUE") == 1
     assert not (tmp_path / "answers").exists()

@@ -40,9 +40,9 @@ def test_equal_models_have_p_one():
 def test_documents_are_paired_by_content():
     first = results({"t": {"acc": entry([1, 0, 1, 0], ["0:aa", "1:bb", "2:cc", "3:aa"])}})
     second = results({"t": {"acc": entry([1, 1, 0, 0], ["0:cc", "1:aa", "2:aa", "3:bb"])}})
-    (found,) = compare(first, second)
-    assert found.documents == 4
-    assert (found.first, found.second, found.stderr) == (0.5, 0.5, 0.0)
+    (actual,) = compare(first, second)
+    assert actual.documents == 4
+    assert (actual.first, actual.second, actual.stderr) == (0.5, 0.5, 0.0)
 
 
 def all_swaps(statistic, first, second) -> float:
@@ -93,19 +93,19 @@ def test_cb_is_compared_by_macro_f1():
 def test_pairing_does_not_depend_on_the_order():
     a = results({"piqa": {"acc": entry([1.0, 0.0, 1.0], ["x", "y", "z"])}})
     b = results({"piqa": {"acc": entry([0.0, 1.0, 1.0], ["z", "w", "x"])}})
-    (found,) = compare(a, b)
-    assert (found.documents, found.first, found.second) == (2, 1.0, 0.5)
+    (actual,) = compare(a, b)
+    assert (actual.documents, actual.first, actual.second) == (2, 1.0, 0.5)
 
 
 def test_holm_corrects_for_the_number_of_comparisons():
     better = [1.0] * 12 + [0.0] * 12
     tasks = {f"t{i}": {"acc": entry([0.0] * 24 if i == 0 else better)} for i in range(4)}
     others = {name: {"acc": entry(better)} for name in tasks}
-    found = compare(results(tasks), results(others))
-    assert found[0].p == pytest.approx(2 / 2**12)
-    assert found[0].adjusted == pytest.approx(4 * found[0].p)
-    assert found[1].adjusted == 1.0
-    header, rows = comparison_rows(found)
+    actual = compare(results(tasks), results(others))
+    assert actual[0].p == pytest.approx(2 / 2**12)
+    assert actual[0].adjusted == pytest.approx(4 * actual[0].p)
+    assert actual[1].adjusted == 1.0
+    header, rows = comparison_rows(actual)
     assert rows[0][header.index("difference")] == "+50.00"
     assert [row[-1] for row in rows] == ["unknown direction, significant", "", "", ""]
 
@@ -116,11 +116,11 @@ def test_better_model_follows_the_direction_of_the_metric():
     first = results({"t": metrics})
     first["higher_is_better"] = {"t": {"acc": True, "brier_score": False}}
     second = results({"t": dict.fromkeys(metrics, entry(better))})
-    found = {d.metric: (d.higher_is_better, d.better) for d in compare(first, second)}
-    assert found["acc"] == (True, "first")
-    assert found["brier_score"] == (False, "second")
-    assert found["perplexity"] == (False, "first")  # the documents hold log-likelihoods
-    assert found["other"] == (None, "")
+    actual = {d.metric: (d.higher_is_better, d.better) for d in compare(first, second)}
+    assert actual["acc"] == (True, "first")
+    assert actual["brier_score"] == (False, "second")
+    assert actual["perplexity"] == (False, "first")  # the documents hold log-likelihoods
+    assert actual["other"] == (None, "")
     _, rows = comparison_rows(compare(first, second))
     assert [row[1] for row in rows] == ["acc ↑", "brier_score ↓", "perplexity ↓", "other"]
     assert rows[0][-1] == "first, significant"
@@ -130,8 +130,8 @@ def test_adjusted_p_values_are_monotone():
     """All of k documents differ: p = 2^(1 - k). The factors are three, two and one; a value is at least its predecessor."""
     tasks = {"a": 6, "b": 8, "c": 6}
     none, all_of_them = ({t: {"acc": entry([x] * k)} for t, k in tasks.items()} for x in (0.0, 1.0))
-    found = {d.task: d.adjusted for d in compare(results(none), results(all_of_them))}
-    assert found == pytest.approx({"a": 2 / 2**5, "b": 3 / 2**7, "c": 2 / 2**5})
+    actual = {d.task: d.adjusted for d in compare(results(none), results(all_of_them))}
+    assert actual == pytest.approx({"a": 2 / 2**5, "b": 3 / 2**7, "c": 2 / 2**5})
 
 
 def test_p_is_never_zero():
@@ -160,17 +160,17 @@ def test_each_filter_of_a_task_is_a_metric():
     entry = {"alias": "gsm8k"}
     for name, value in shares.items():
         entry |= {f"exact_match,{name}": value, f"exact_match_stderr,{name}": 0.01 + value}
-    found = {"results": {"gsm8k": entry, "piqa": {"acc,none": 0.5, "acc_stderr,none": 0.1}}}
-    assert metrics_of(found, "gsm8k") == [f"exact_match,{name}" for name in shares]
-    assert metrics_of(found, "piqa") == ["acc"]
-    assert metric_value(found, "gsm8k", "exact_match,flexible-extract") == (1.0, 1.01)
-    assert metric_value(found, "gsm8k", "exact_match") == (0.0, 0.01), "a column without a filter takes the first"
+    actual = {"results": {"gsm8k": entry, "piqa": {"acc,none": 0.5, "acc_stderr,none": 0.1}}}
+    assert metrics_of(actual, "gsm8k") == [f"exact_match,{name}" for name in shares]
+    assert metrics_of(actual, "piqa") == ["acc"]
+    assert metric_value(actual, "gsm8k", "exact_match,flexible-extract") == (1.0, 1.01)
+    assert metric_value(actual, "gsm8k", "exact_match") == (0.0, 0.01), "a column without a filter takes the first"
     plain = {"acc,strict": 0.0, "acc,none": 1.0, "acc_stderr,strict": 0.2, "acc_stderr,none": 0.3}
     assert metric_value({"results": {"piqa": plain}}, "piqa", "acc") == (1.0, 0.3), (
         "or the unfiltered one, if there is one"
     )
-    assert metric_value(found, "piqa", "acc") == (0.5, 0.1)
-    assert metric_value(found, "piqa", "exact") is None
+    assert metric_value(actual, "piqa", "acc") == (0.5, 0.1)
+    assert metric_value(actual, "piqa", "exact") is None
 
 
 def test_document_metrics_are_numbers_and_pairs():
@@ -187,14 +187,14 @@ def test_document_metrics_are_numbers_and_pairs():
         )
         for i in range(2)
     ]
-    found = {metric: entry["values"] for metric, entry in metrics_by_document("t", logged).items()}
-    assert found == {
+    actual = {metric: entry["values"] for metric, entry in metrics_by_document("t", logged).items()}
+    assert actual == {
         "acc": [0.5, 0.5],
         "right": [1.0, 0.0],
         "f1": [[0, 1], [1, 1]],
         "word_perplexity": [[-10.75, 3], [-10.75, 3]],
     }
-    assert {type(v) for pair in found["f1"] for v in pair} == {int}
+    assert {type(v) for pair in actual["f1"] for v in pair} == {int}
 
 
 def test_corpus_perplexities_are_computed_from_pairs():

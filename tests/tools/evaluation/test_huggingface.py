@@ -49,9 +49,9 @@ def test_causal_model_is_accepted(config: dict[str, Any]) -> None:
 
 def test_folder_is_checked_before_data_and_weights(tmp_path: Path) -> None:
     def refusal() -> str:
-        with pytest.raises((ValueError, OSError)) as found:
+        with pytest.raises((ValueError, OSError)) as error:
             locate_model(EvaluationRequest(str(tmp_path), device="cpu"))
-        return str(found.value)
+        return str(error.value)
 
     config = tmp_path / "config.json"
     config.write_text('{"model_type": ')

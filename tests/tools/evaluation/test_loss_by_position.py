@@ -23,12 +23,23 @@ def test_loss_by_position(trained_run, tmp_path, capsys):
     assert (tmp_path / "perplexity_by_position.png").is_file()
     printed = capsys.readouterr().out
     assert re.search(r"validation: [\d.]+ bits per byte at positions 17 to 32, [\d.]+ from 33 to 128", printed)
-    found = json.loads(out.read_text())["by_position"]["validation"]
-    bins = found["bins"]
+    actual = json.loads(out.read_text())["by_position"]["validation"]
+    bins = actual["bins"]
     assert bins[0]["from"] == 1
     assert bins[-1]["to"] == 128
     assert 33 in [b["from"] for b in bins]
     assert all(a["to"] + 1 == b["from"] for a, b in itertools.pairwise(bins))
+
+
+def test_axis_of_positions_has_ticks_up_to_the_longest_text(tmp_path, monkeypatch):
+    from tools.evaluation.loss_by_position import LossByPosition, plot_positions
+
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    tokens = [np.full(64, 2), np.array([2] * 3 + [0] * 61)]
+    results = [LossByPosition(f"t{i}", np.ones(64), counts, 1.0, 32, np.zeros(0)) for i, counts in enumerate(tokens)]
+    plot_positions(results, tmp_path / "positions.png")
+    assert figures[0].axes[0].get_xticks().tolist() == [2**power for power in range(7)]
 
 
 @pytest.mark.parametrize("short", ["text", "length"])
@@ -60,8 +71,8 @@ def test_diverged_model_has_null_losses(trained_run, tmp_path, monkeypatch, caps
     assert "validation: nan bits per byte at positions 17 to 32, nan from 33 to 128\n" in printed
     content = json.loads(out.read_text(), parse_constant=pytest.fail)
     assert content["results"]["perplexity"]["validation"]["loss"] is None
-    found = content["by_position"]["validation"]
-    assert {found["within"], found["beyond"], *(b["loss"] for b in found["bins"])} == {None}
+    actual = content["by_position"]["validation"]
+    assert {actual["within"], actual["beyond"], *(b["loss"] for b in actual["bins"])} == {None}
 
 
 def test_loss_by_position_sums_to_the_perplexity(trained_run):
@@ -70,11 +81,11 @@ def test_loss_by_position_sums_to_the_perplexity(trained_run):
 
     loaded = load_model(trained_run, device="cpu")
     text = validation_text(loaded)
-    found = loss_by_position(loaded, text, length=48, progress=False)
+    actual = loss_by_position(loaded, text, length=48, progress=False)
     whole = perplexity(loaded, text, sequence_length=48, progress=False)
-    total = float(np.nansum(found.nll * found.tokens))
-    assert total / found.tokens.sum() == pytest.approx(whole["loss"], rel=1e-6)
-    assert found.mean(1, 48) == pytest.approx(whole["bits_per_byte"], rel=1e-6)
+    total = float(np.nansum(actual.nll * actual.tokens))
+    assert total / actual.tokens.sum() == pytest.approx(whole["loss"], rel=1e-6)
+    assert actual.mean(1, 48) == pytest.approx(whole["bits_per_byte"], rel=1e-6)
 
 
 def test_changes_of_pieces_equal_means_of_their_tokens(trained_run):
@@ -95,8 +106,8 @@ def test_changes_of_pieces_equal_means_of_their_tokens(trained_run):
         expected.append((nll[32:].mean() - nll[16:32].mean()).item())
     assert loaded.config["batch"]["sequence_length"] == 32
     assert real == tokens % length
-    found = loss_by_position(loaded, text, length=length, progress=False)
-    assert found.changes == pytest.approx(expected, abs=1e-6)
+    actual = loss_by_position(loaded, text, length=length, progress=False)
+    assert actual.changes == pytest.approx(expected, abs=1e-6)
     length = next(n for n in range(40, 400) if 0 < tokens % n < 32)
     assert len(loss_by_position(loaded, text, length=length, progress=False).changes) == tokens // length
 
@@ -107,8 +118,8 @@ def test_changes_of_pieces_equal_means_of_their_tokens(trained_run):
 def test_verdict_needs_two_standard_errors(tmp_path, monkeypatch, capsys, changes, verdict):
     from tools.evaluation import loss_by_position as positions
 
-    found = positions.LossByPosition("t", np.ones(8), np.full(8, 2), 1.0, 4, np.array(changes))
-    monkeypatch.setattr(positions, "loss_by_position", lambda *_, **__: found)
+    actual = positions.LossByPosition("t", np.ones(8), np.full(8, 2), 1.0, 4, np.array(changes))
+    monkeypatch.setattr(positions, "loss_by_position", lambda *_, **__: actual)
     loaded = Namespace(config={"batch": {"sequence_length": 4}}, run=tmp_path)
     positions.run_positions(loaded, [None], TextRequest(sequence_length=8), tmp_path / "positions.png", None)
     assert f": it {verdict} (" in capsys.readouterr().out
@@ -118,13 +129,13 @@ def test_change_beyond_the_trained_length_has_a_standard_error():
     from tools.evaluation.loss_by_position import LossByPosition
 
     nll = np.array([3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])
-    found = LossByPosition("t", nll, np.full(8, 5), 2.0, 4, np.array([-1.0, -1.2, -0.8, -1.0, -1.0]))
-    change, error = found.change or (0.0, 0.0)
+    actual = LossByPosition("t", nll, np.full(8, 5), 2.0, 4, np.array([-1.0, -1.2, -0.8, -1.0, -1.0]))
+    change, error = actual.change or (0.0, 0.0)
     assert change == pytest.approx(-1.0 / np.log(2) / 2)
     assert error == pytest.approx(np.std([-1.0, -1.2, -0.8, -1.0, -1.0], ddof=1) / np.sqrt(5) / np.log(2) / 2)
-    assert [b["loss"] for b in found.bins(4)][-1] == 1.0
+    assert [b["loss"] for b in actual.bins(4)][-1] == 1.0
     # The last range holds more than the last position.
-    assert [(b["from"], b["to"]) for b in found.bins(2)] == [(1, 2), (3, 4), (5, 8)]
+    assert [(b["from"], b["to"]) for b in actual.bins(2)] == [(1, 2), (3, 4), (5, 8)]
     assert [(b["from"], b["to"]) for b in LossByPosition("t", nll, np.full(8, 5), 2.0, 8, np.zeros(0)).bins(2)] == [
         (1, 2),
         (3, 8),

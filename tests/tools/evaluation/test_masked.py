@@ -57,10 +57,10 @@ def test_score_equals_masking_one_token_at_a_time(shape):
         scorer = PseudoScorer(model, 257, (300,), (301,), batch_tokens)
         answers: list = []
         scorer.score_units(scorer.units(contexts, targets), 4, done=answers.extend)
-        found = dict(answers)
+        actual = dict(answers)
         assert len(answers) == 4, "each score is passed on once"
-        assert [found[i][0] for i in range(4)] == pytest.approx([value for value, _ in expected], abs=1e-9)
-        assert [found[i][1] for i in range(4)] == [right for _, right in expected]
+        assert [actual[i][0] for i in range(4)] == pytest.approx([value for value, _ in expected], abs=1e-9)
+        assert [actual[i][1] for i in range(4)] == [right for _, right in expected]
 
 
 def test_request_has_the_training_tokens_around_it_and_fits_the_length(tmp_path):
@@ -70,8 +70,8 @@ def test_request_has_the_training_tokens_around_it_and_fits_the_length(tmp_path)
     model = encoder(128, **ENCODERS[0]).double()
     lm = ProjectLM(model, tokenizer, max_length=9, progress=False)
     pairs = [("a b c", " d e"), ("a b c d e f g h a b", " c d")]
-    found = lm.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
-    for text, (value, _) in zip(("a b c d e", "f g h a b c d"), found, strict=True):  # 9 with both ends
+    actual = lm.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
+    for text, (value, _) in zip(("a b c d e", "f g h a b c d"), actual, strict=True):  # 9 with both ends
         whole = torch.tensor([2, *tokenizer.encode(text), 1])
         total = 0.0
         for place in (len(whole) - 3, len(whole) - 2):
@@ -96,7 +96,7 @@ def test_masked_model_is_noted_and_does_not_generate(eval_data):
 
 
 def test_tokenizer_without_a_row_for_its_mask_is_refused():
-    with pytest.raises(ValueError, match="257, is not among its 257 rows"):
+    with pytest.raises(ValueError, match=r"has id 257, and the model has 257 rows: .*; evaluate one"):
         ProjectLM(encoder(257, **ENCODERS[0]), load_tokenizer("bytes"), max_length=64)
 
 

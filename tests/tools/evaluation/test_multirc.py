@@ -24,14 +24,14 @@ class Answering(LM):
         self.yes = {(row["question"], row["answer"]) for row in ROWS if judge(row)}
 
     def loglikelihood(self, requests, **kwargs):
-        found = []
+        actual = []
         for request in requests:
             context, continuation = request.args
             answer, word = continuation.split("\nIs the answer correct? ")
             question = context.rpartition("Question: ")[2].partition("\n")[0]
             judged = (question, answer.strip()) in self.yes
-            found.append((-1.0 if judged == (word == "yes") else -2.0, False))
-        return found
+            actual.append((-1.0 if judged == (word == "yes") else -2.0, False))
+        return actual
 
     def loglikelihood_rolling(self, requests, **kwargs):
         pytest.fail("multirc asks for choices alone")
@@ -50,20 +50,20 @@ def scores(prepared, judge) -> dict[str, float]:
 
 
 def test_oracle_scores_one(prepared):
-    found = scores(prepared, lambda row: row["label"] == 1)
-    assert (found["exact_match,none"], found["answer_acc,none"], found["f1a,none"]) == (1.0, 1.0, 1.0)
-    assert found["acc,none"] == 0.0, "the harness takes the label as the index of (yes, no)"
+    actual = scores(prepared, lambda row: row["label"] == 1)
+    assert (actual["exact_match,none"], actual["answer_acc,none"], actual["f1a,none"]) == (1.0, 1.0, 1.0)
+    assert actual["acc,none"] == 0.0, "the harness takes the label as the index of (yes, no)"
 
 
 def test_always_yes_scores_its_share(prepared):
-    found = scores(prepared, lambda row: True)
+    actual = scores(prepared, lambda row: True)
     correct = sum(row["label"] for row in ROWS)
     by_question: dict[int, list[int]] = {}
     for row in ROWS:
         by_question.setdefault(row["idx"]["question"], []).append(row["label"])
-    assert found["answer_acc,none"] == correct / len(ROWS)
-    assert found["exact_match,none"] == sum(all(labels) for labels in by_question.values()) / len(by_question)
-    assert found["f1a,none"] == pytest.approx(2 * correct / (len(ROWS) + correct))
+    assert actual["answer_acc,none"] == correct / len(ROWS)
+    assert actual["exact_match,none"] == sum(all(labels) for labels in by_question.values()) / len(by_question)
+    assert actual["f1a,none"] == pytest.approx(2 * correct / (len(ROWS) + correct))
 
 
 def test_always_no_has_f1_zero(prepared):
@@ -78,13 +78,13 @@ def test_exact_match_is_per_question():
         }
 
     samples = [sample(0, 1, -0.5), sample(0, 0, -0.5), sample(1, 1, -0.5), sample(1, 0, -2.0), sample(2, 0, -2.0)]
-    found = multirc_metrics(samples)
-    assert found["exact_match"] == 2 / 3
-    assert found["answer_acc"] == 4 / 5
-    assert found["f1a"] == pytest.approx(2 * 2 / (3 + 2))
+    actual = multirc_metrics(samples)
+    assert actual["exact_match"] == 2 / 3
+    assert actual["answer_acc"] == 4 / 5
+    assert actual["f1a"] == pytest.approx(2 * 2 / (3 + 2))
     # Standard error of the mean, with n - 1.
-    assert found["exact_match_stderr"] == pytest.approx(statistics.stdev([0, 1, 1]) / 3**0.5)
-    assert found["answer_acc_stderr"] == pytest.approx(statistics.stdev([1, 0, 1, 1, 1]) / 5**0.5)
+    assert actual["exact_match_stderr"] == pytest.approx(statistics.stdev([0, 1, 1]) / 3**0.5)
+    assert actual["answer_acc_stderr"] == pytest.approx(statistics.stdev([1, 0, 1, 1, 1]) / 5**0.5)
     two = [sample(0, 1, -0.5), sample(0, 0, -0.5, paragraph=1)]
     assert multirc_metrics(two)["exact_match"] == 1 / 2, "question 0 of another paragraph is another question"
     assert multirc_metrics([sample(0, 0, -1.0)])["answer_acc"] == 1.0, "equal likelihoods count as no"

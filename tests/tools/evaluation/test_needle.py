@@ -75,10 +75,10 @@ def test_texts_contain_one_needle_at_their_depth() -> None:
 def test_cells_are_means() -> None:
     texts = questions(split_filler(TEXT, encode, 200), 100, [0, 100], 4, seed=0, encode=encode)
     right = [question.needle < (1 if question.depth else 3) for question in texts]
-    found = cells(texts, [(-1.0 - question.needle, hit) for question, hit in zip(texts, right, strict=True)])
-    assert [(cell["depth"], cell["accuracy"]) for cell in found] == [(0, 0.75), (100, 0.25)]
-    assert found[0]["log_likelihood"] == -2.5
-    assert found[0]["right"] == [True, True, True, False]
+    actual = cells(texts, [(-1.0 - question.needle, hit) for question, hit in zip(texts, right, strict=True)])
+    assert [(cell["depth"], cell["accuracy"]) for cell in actual] == [(0, 0.75), (100, 0.25)]
+    assert actual[0]["log_likelihood"] == -2.5
+    assert actual[0]["right"] == [True, True, True, False]
 
 
 def test_answers_equal_greedy_decoding(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -165,12 +165,12 @@ def test_cells_of_a_model_with_a_window_form_a_staircase(trained_run: Path, tmp_
             )
             assert whole[: len(context)] == context
             fact = question.context.index("The secret number")
-            found = len(context) - len(tokenizer.encode(question.context[:fact])) <= window
+            recalled = len(context) - len(tokenizer.encode(question.context[:fact])) <= window
             for place in range(len(context), len(whole)):
-                says[tuple(whole[:place])] = whole[place] if found else (whole[place] + 1) % vocabulary
+                says[tuple(whole[:place])] = whole[place] if recalled else (whole[place] + 1) % vocabulary
             total = math.log(math.exp(sure) + vocabulary - 1)
-            likely = (len(whole) - len(context)) * (found * sure - total)
-            expected.setdefault((question.length, question.depth), []).append((found, likely))
+            likely = (len(whole) - len(context)) * (recalled * sure - total)
+            expected.setdefault((question.length, question.depth), []).append((recalled, likely))
         model = Recalls(opened.loaded.model, says, sure)
         opened.lm.model = opened.lm.scorer.model = model
         return answer(opened, texts)
@@ -186,7 +186,7 @@ def test_cells_of_a_model_with_a_window_form_a_staircase(trained_run: Path, tmp_
     for cell in results["cells"]:
         wanted = expected[cell["length"], cell["depth"]]
         right[cell["depth"], cell["length"]] = cell["accuracy"]
-        assert cell["right"] == [found for found, _ in wanted]
+        assert cell["right"] == [recalled for recalled, _ in wanted]
         assert cell["accuracy"] == sum(cell["right"]) / 2
         assert cell["log_likelihood"] == pytest.approx(sum(value for _, value in wanted) / 2, abs=1e-4)
     # The longer the text, the deeper the needles that the model finds.
@@ -253,7 +253,7 @@ def test_hugging_face_model_gives_the_same_cells(trained_run: Path, tmp_path: Pa
     export(trained_run, tmp_path / "export")
     filler = tmp_path / "filler.txt"
     filler.write_text(TEXT)
-    needle, found = NeedleRequest((160,), (0, 100), needles=2, filler=filler), {}
+    needle, actual = NeedleRequest((160,), (0, 100), needles=2, filler=filler), {}
     for name, model in (("ours", trained_run), ("theirs", tmp_path / "export")):
         request = EvaluationRequest(
             str(model),
@@ -263,9 +263,9 @@ def test_hugging_face_model_gives_the_same_cells(trained_run: Path, tmp_path: Pa
             progress=False,
             trust_remote_code=True,
         )
-        found[name] = run_needle(request, needle, locate_model(request))
+        actual[name] = run_needle(request, needle, locate_model(request))
         assert not (tmp_path / name / "answers").exists()
-    for ours, theirs in zip(found["ours"]["cells"], found["theirs"]["cells"], strict=True):
+    for ours, theirs in zip(actual["ours"]["cells"], actual["theirs"]["cells"], strict=True):
         assert ours["right"] == theirs["right"]
         assert ours["log_likelihood"] == pytest.approx(theirs["log_likelihood"], abs=1e-3)
     with pytest.raises(ValueError, match="--filler FILE"):

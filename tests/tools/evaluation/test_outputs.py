@@ -184,10 +184,10 @@ def test_repeated_task_replaces_its_numbers() -> None:
         return {"results": dict(chance), "metalion": {**tables, **counts, "suites": ["s"], "other_split": other}}
 
     first, second = of(7, ["a", "b"], a=0.1, b=0.2), of(4, [], b=0.5, c=0.3)
-    found = with_tasks(first, second)
-    assert found["results"] == found["metalion"]["chance"] == {"a": 0.1, "b": 0.5, "c": 0.3}
-    assert found["metalion"]["other_split"] == ["a"], "b is on its own split now"
-    assert (found["metalion"]["longest_request"], found["metalion"]["tokens_asked"]) == (7, 20)
+    actual = with_tasks(first, second)
+    assert actual["results"] == actual["metalion"]["chance"] == {"a": 0.1, "b": 0.5, "c": 0.3}
+    assert actual["metalion"]["other_split"] == ["a"], "b is on its own split now"
+    assert (actual["metalion"]["longest_request"], actual["metalion"]["tokens_asked"]) == (7, 20)
     assert with_tasks(of(7, [], b=0.2), second) == second, "all tasks are replaced"
 
 
@@ -208,8 +208,8 @@ def test_number_of_examples_is_the_tasks_own_by_default() -> None:
         tasks = {
             name: SimpleNamespace(task=SimpleNamespace(get_config={"num_fewshot": n}.get)) for name, n in own.items()
         }
-        found = shots_of(Prepared(TaskRequest(shots=shots), (), TaskSet(tasks, {}, [], None)))
-        return suite_settings({"n-shot": found, "metalion": {"shots": shots}})
+        actual = shots_of(Prepared(TaskRequest(shots=shots), (), TaskSet(tasks, {}, [], None)))
+        return suite_settings({"n-shot": actual, "metalion": {"shots": shots}})
 
     assert difference(of(None, copa=None, gsm8k=5), of(0, copa=None)) == ""
     assert difference(of(0, copa=None), of(None, gsm8k=5)) == ""
@@ -228,11 +228,11 @@ def test_later_needle_adds_its_cells(trained_run: Path, tmp_path: Path, capsys) 
     first[0]["log_likelihood"] = None  # as of an answer that is no number
     out.write_text(json.dumps(held))
     assert command.main([*words, "--lengths", "192,160", "--depths", "50,100"]) == 0
-    found = read(out)
-    places = [(cell["length"], cell["depth"]) for cell in found["cells"]]
+    actual = read(out)
+    places = [(cell["length"], cell["depth"]) for cell in actual["cells"]]
     assert places == [(160, 50), (160, 100), (192, 0), (192, 50), (192, 100)]
-    assert (found["lengths"], found["depths"]) == ([160, 192], [0, 50, 100])
-    assert found["cells"][2] == first[0]
+    assert (actual["lengths"], actual["depths"]) == ([160, 192], [0, 50, 100])
+    assert actual["cells"][2] == first[0]
     table = out.with_suffix(".md").read_text()
     assert re.search(r"^\| 0 +\| +- \| +0 \|$", table, flags=re.M)
     assert "nan" not in table

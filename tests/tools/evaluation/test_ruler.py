@@ -29,7 +29,7 @@ __all__ = ["masked_run"]
 
 
 def text(task: str, length: int, *answers: str, depth: float | None = None) -> Text:
-    return Text(task, length, 0, RulerExample("", "", "", answers, depth), 8)
+    return Text(task, length, RulerExample("", "", "", answers, depth), 8)
 
 
 @pytest.mark.parametrize(
@@ -168,16 +168,16 @@ def test_common_beginning_of_prompts_is_read_once(trained_run: Path, tmp_path: P
     wanted = RulerRequest(("niah_single_2",), (), (1000,), samples=11)
     request = EvaluationRequest(str(trained_run), ruler=wanted, device="cpu", progress=False, save_samples=True)
     located = locate_model(request)
-    found = []
+    actual = []
     for name, order in (("shared", None), ("apart", lambda prompts: (list(range(len(prompts))), [0] * len(prompts)))):
         if order:
             monkeypatch.setattr("tools.evaluation.adapter.shared_order", order)
         read.clear()
         results = run_ruler(replace(request, out=tmp_path / f"{name}.json"), wanted, located)
-        found.append((results["cells"], sum(number for number in read if number > 11)))
-    assert found[0][0] == found[1][0]
+        actual.append((results["cells"], sum(number for number in read if number > 11)))
+    assert actual[0][0] == actual[1][0]
     # Eleven needles at depths from 0 to 100 %: two batches, each with the common beginning of its prompts.
-    assert found[0][1] < 0.8 * found[1][1]
+    assert actual[0][1] < 0.8 * actual[1][1]
 
 
 def test_prompts_are_ordered_by_growing_common_beginnings() -> None:
@@ -225,7 +225,7 @@ def test_hugging_face_model_gives_the_same_outputs(trained_run: Path, tmp_path: 
     from tools.conversion.export_hf import export
 
     export(trained_run, tmp_path / "export")
-    wanted, found = RulerRequest(("niah_single_2", "fwe"), (), (900,), samples=2), {}
+    wanted, actual = RulerRequest(("niah_single_2", "fwe"), (), (900,), samples=2), {}
     for name, model in (("ours", trained_run), ("theirs", tmp_path / "export")):
         request = EvaluationRequest(
             str(model),
@@ -236,7 +236,7 @@ def test_hugging_face_model_gives_the_same_outputs(trained_run: Path, tmp_path: 
             save_samples=True,
             trust_remote_code=True,
         )
-        found[name] = run_ruler(request, wanted, locate_model(request))
+        actual[name] = run_ruler(request, wanted, locate_model(request))
         assert not (tmp_path / name / "answers").exists()
-    assert found["ours"]["cells"] == found["theirs"]["cells"]
-    assert found["ours"]["model"]["trained_length"] == found["theirs"]["model"]["trained_length"] == 32
+    assert actual["ours"]["cells"] == actual["theirs"]["cells"]
+    assert actual["ours"]["model"]["trained_length"] == actual["theirs"]["model"]["trained_length"] == 32

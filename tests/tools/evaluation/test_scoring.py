@@ -74,14 +74,14 @@ def alone(model: LanguageModel, inputs: np.ndarray, targets: np.ndarray) -> tupl
 
 def score(model: LanguageModel, inputs: list, targets: list, **settings: int) -> tuple[list, Scorer]:
     scorer = Scorer(model, **settings)
-    found: dict[int, tuple[float, bool]] = {}
+    actual: dict[int, tuple[float, bool]] = {}
 
     def done(answers: list) -> None:
-        assert not found.keys() & dict(answers).keys()
-        found.update(answers)
+        assert not actual.keys() & dict(answers).keys()
+        actual.update(answers)
 
     scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=done)
-    return [found[i] for i in range(len(inputs))], scorer
+    return [actual[i] for i in range(len(inputs))], scorer
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, "learned positions"])
@@ -92,8 +92,8 @@ def test_every_mixer_scores_as_without_sharing(name):
         model = model_of(name).double()
     inputs, targets = requests_with_shared_parts()
     for settings in ({"batch_tokens": 150}, {"batch_tokens": 1 << 20, "state_bytes": 1}):
-        found, scorer = score(model, inputs, targets, **settings)
-        for number, (got, *request) in enumerate(zip(found, inputs, targets, strict=True)):
+        actual, scorer = score(model, inputs, targets, **settings)
+        for number, (got, *request) in enumerate(zip(actual, inputs, targets, strict=True)):
             expected = alone(model, *request)
             assert got[0] == pytest.approx(expected[0], abs=1e-8), (name, settings, number)
             assert got[1] == expected[1]
@@ -109,15 +109,15 @@ def test_greedy_flag_equals_greedy_decoding():
         written.append(int(logits[0, -1].argmax()))
     wrong = [*written[:-1], (written[-1] + 1) % VOCABULARY]
     inputs = [np.array([*context, *ids][:-1]) for ids in (written, wrong)]
-    found, _ = score(model, inputs, [np.array(written), np.array(wrong)])
-    assert [greedy for _, greedy in found] == [True, False]
+    actual, _ = score(model, inputs, [np.array(written), np.array(wrong)])
+    assert [greedy for _, greedy in actual] == [True, False]
 
 
 def test_tree_contains_every_target_once():
     inputs, targets = requests_with_shared_parts(1)
     for shortest in (1, 16, 1000):
         forest = build_forest(inputs, targets, shortest=shortest)
-        found: dict[int, list[int]] = {r: [] for r in range(len(inputs))}
+        actual: dict[int, list[int]] = {r: [] for r in range(len(inputs))}
         stack = [(root, ()) for root in forest]
         while stack:
             node, prefix = stack.pop()
@@ -126,9 +126,9 @@ def test_tree_contains_every_target_once():
             for request, first, wanted in node.spans:
                 ends = [*prefix, *node.tokens[: first + len(wanted)]]
                 assert inputs[request][: len(ends)].tolist() == ends
-                found[request] += wanted.tolist()
+                actual[request] += wanted.tolist()
             stack.extend((child, path) for child in node.children)
-        assert {r: sorted(t) for r, t in found.items()} == {r: sorted(t.tolist()) for r, t in enumerate(targets)}
+        assert {r: sorted(t) for r, t in actual.items()} == {r: sorted(t.tolist()) for r, t in enumerate(targets)}
     # With shortest=1, each distinct prefix is one token of the tree.
     words = {tuple(ids[: i + 1].tolist()) for ids in inputs for i in range(len(ids))}
     assert sum(root.size for root in build_forest(inputs, targets, shortest=1)) == len(words)
@@ -179,12 +179,12 @@ def test_out_of_memory_halves_the_batch_and_counts_once(monkeypatch):
         return forward(self, tokens, *rest)
 
     monkeypatch.setattr(Scorer, "_forward", limited)
-    found: dict = {}
-    scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=found.update)
+    actual: dict = {}
+    scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=actual.update)
     assert max(tried) > 150
     assert scorer.batch_tokens < 1 << 20
     for number, request in enumerate(zip(inputs, targets, strict=True)):
-        assert found[number][0] == pytest.approx(alone(model, *request)[0], abs=1e-8)
+        assert actual[number][0] == pytest.approx(alone(model, *request)[0], abs=1e-8)
 
 
 def test_rows_of_a_full_batch_have_similar_lengths(monkeypatch):

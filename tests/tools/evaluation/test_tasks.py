@@ -361,7 +361,12 @@ def test_unknown_names_list_the_nearest(monkeypatch):
         ("columns: [{task: piqa}\n", r"own\.yml is no YAML .*superglue\.yml is an example"),
         ("columns: 5\n", "columns = 5: a list is expected"),
         ("columns: [{task: 5}]\n", r"columns\[0\]: task = 5: text is expected"),
-        ("columns: [{task: piqa}]\npaper: {rows: [3]}\n", "paper.rows"),
+        ("columns: [{task: piqa}]\npaper: {rows: [3]}\n", r"paper.rows = \[3\]: a list of"),
+        ("columns: [{task: piqa}]\npaper: {rows: 3}\n", "paper.rows = 3: a list of"),
+        ("columns: [{task: piqa}]\npaper: {rows: [{model: a, piqa: good}]}\n", "piqa = 'good': a number is expected"),
+        ("columns: [{task: piqa}]\nnotes: [mean: of all]\n", r"notes = \[\{'mean': 'of all'\}\]: a list of texts"),
+        ("columns: [{task: piqa}]\nfields: {piqa: goal}\n", "fields = .*: a mapping of tasks to lists of fields"),
+        ("columns: [{task: piqa}]\ndocuments: {piqa: many}\n", "documents = .* to numbers of documents"),
     ],
 )
 def test_suite_file_is_checked(text, message, tmp_path):

@@ -40,9 +40,9 @@ def test_scores_are_logged_and_do_not_change_training(arguments, eval_data, tmp_
     assert train.main(arguments("plain", **LENGTH, **{"checkpoint.interval": 4})) == 0
     assert train.main(suite_words(arguments, eval_data)) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "plain"), "the evaluation does not change training"
-    found = lines(tmp_path / "run", "evaluation")
-    assert [line["step"] for line in found] == [4, 8]
-    for line in found:
+    actual = lines(tmp_path / "run", "evaluation")
+    assert [line["step"] for line in actual] == [4, 8]
+    for line in actual:
         assert {"superglue/BoolQ", "superglue/MultiRC", "superglue/average", "tasks/piqa acc", "tokens"} <= line.keys()
         assert all(0 <= value <= 100 for key, value in line.items() if "/" in key)
     assert "superglue/average" in capsys.readouterr().err
@@ -53,8 +53,8 @@ def test_scores_are_logged_and_do_not_change_training(arguments, eval_data, tmp_
     options = ["--suite", "superglue", "--data-dir", str(eval_data), "--device", "cpu", "--out", str(out)]
     assert command.main([str(tmp_path / "run"), *options]) == 0
     separate = json.loads(out.read_text())["results"]
-    assert found[-1]["superglue/COPA"] == pytest.approx(100 * separate["copa"]["acc,none"])
-    assert found[-1]["superglue/CB"] == pytest.approx(100 * separate["cb"]["f1,none"])
+    assert actual[-1]["superglue/COPA"] == pytest.approx(100 * separate["copa"]["acc,none"])
+    assert actual[-1]["superglue/CB"] == pytest.approx(100 * separate["cb"]["f1,none"])
     plot_runs([tmp_path / "run"], tmp_path / "one.png")
     plot_runs([tmp_path / "run", tmp_path / "plain"], tmp_path / "two.png")
     assert (tmp_path / "one.png").stat().st_size > (tmp_path / "two.png").stat().st_size / 4
@@ -123,9 +123,9 @@ def runs(corpus, eval_data, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_log_the_scores_of_one(layout, runs):
     """Data ranks share the requests; with ZeRO 3 every rank answers all of them."""
-    found, wanted = (lines(runs / name, "evaluation") for name in (layout, "one"))
-    assert [line["step"] for line in found] == [line["step"] for line in wanted] == [4, 8]
-    for a, b in zip(found, wanted, strict=True):
+    actual, wanted = (lines(runs / name, "evaluation") for name in (layout, "one"))
+    assert [line["step"] for line in actual] == [line["step"] for line in wanted] == [4, 8]
+    for a, b in zip(actual, wanted, strict=True):
         assert {k: v for k, v in a.items() if "/" in k} == pytest.approx(
             {k: v for k, v in b.items() if "/" in k}, abs=1e-6
         )

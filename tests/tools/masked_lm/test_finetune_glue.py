@@ -51,8 +51,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_metrics_equal_formulas() -> None:
     labels = np.array([1, 1, 1, 0, 0])
     logits = np.array([[0, 1], [0, 1], [1, 0], [0, 1], [1, 0]])
-    found = score(TASKS["mrpc"], logits, labels)
-    assert found == {"accuracy": pytest.approx(3 / 5), "f1": pytest.approx(2 * 2 / (2 * 2 + 1 + 1))}
+    actual = score(TASKS["mrpc"], logits, labels)
+    assert actual == {"accuracy": pytest.approx(3 / 5), "f1": pytest.approx(2 * 2 / (2 * 2 + 1 + 1))}
     assert score(TASKS["cola"], logits, labels)["matthews"] == pytest.approx((2 * 1 - 1 * 1) / (3 * 3 * 2 * 2) ** 0.5)
     real = score(TASKS["stsb"], np.array([[1.0], [2.0], [4.0]]), np.array([0.0, 1.0, 9.0]))
     assert real["spearman"] == pytest.approx(1)
@@ -199,16 +199,16 @@ def test_recipe_reaches_the_trainer(masked_run: Path, data: Path, tmp_path: Path
     )
     for name, seed in (("mnli", 5), ("stsb", 6)):
         glue_training.finetune(name, recipe, weights, seed=seed, data=data, scratch=tmp_path)
-        found = made[-1]
-        assert found.args.seed == seed
+        trainer = made[-1]
+        assert trainer.args.seed == seed
         epochs = recipe.tasks[name].epochs
-        assert found.args.num_train_epochs == epochs
-        assert found.args.warmup_steps == int(0.5 * 10 * epochs)  # ten steps of 96 rows
-        assert found.args.lr_scheduler_type == "cosine"
-        assert found.args.max_grad_norm == 1
-        groups = {(group["lr"], group["weight_decay"]) for group in found.optimizer.param_groups}
+        assert trainer.args.num_train_epochs == epochs
+        assert trainer.args.warmup_steps == int(0.5 * 10 * epochs)  # ten steps of 96 rows
+        assert trainer.args.lr_scheduler_type == "cosine"
+        assert trainer.args.max_grad_norm == 1
+        groups = {(group["lr"], group["weight_decay"]) for group in trainer.optimizer.param_groups}
         assert groups == {(3e-4, 0.25), (3e-4, 0.0)}
-        assert max(len(row["input_ids"]) for row in found.train_dataset) == 8
+        assert max(len(row["input_ids"]) for row in trainer.train_dataset) == 8
     assert [one.model.config.num_labels for one in made] == [3, 1]
     assert [type(one.train_dataset[0]["labels"]) for one in made] == [int, float]
     assert [one.model.config.problem_type for one in made] == ["single_label_classification", "regression"]
