@@ -33,7 +33,7 @@ def check_files(folder: Path, mend: str, names: Iterable[str] | None = None) -> 
     """Compare files with the hashes in their folder; return the number of compared files, 0 without `SHA256SUMS`.
 
     Args:
-        mend: the next step for a damaged file, for the message.
+        mend: what to do about a damaged file; the message ends with it.
         names: the files to compare; None for all that have a hash.
 
     Raises:
@@ -52,8 +52,10 @@ def check_files(folder: Path, mend: str, names: Iterable[str] | None = None) -> 
     names = list(sums if names is None else names)
     for name in names:
         path = inside(folder, name, file)
+        if name not in sums:
+            raise CheckpointError(f"{file} is damaged (it has no hash of {name}); {mend}")
         digest = file_sha256(path) if path.is_file() else None
-        if digest != sums.get(name, ""):
+        if digest != sums[name]:
             problem = (
                 f"missing: {file} names it" if digest is None else f"damaged: its SHA-256 is not the one in {file}"
             )

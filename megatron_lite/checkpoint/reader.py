@@ -44,6 +44,8 @@ VERSION = 2  # version 1 has no shards
 OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
 MANIFEST, CONFIG = "manifest.json", "config.yml"
 _STEP = re.compile(r"step_[0-9]+")
+_NEEDED = "a run folder, a checkpoints folder with the file 'latest', or a step folder with manifest.json is needed"
+MEND = "name another step folder, or resume from the newest complete checkpoint (checkpoint.resume=newest_readable)"
 
 
 class NotFiniteError(CheckpointError):
@@ -75,12 +77,8 @@ def resolve(path: Path | str) -> Path:
     path = Path(path)
     if (path / MANIFEST).is_file():
         return path
-    for folder in (path, path / "checkpoints"):
-        if (folder / "latest").is_file():
-            return named_by(folder / "latest")
-        # A first save that was interrupted before it wrote `latest`.
-        if steps := [step for step in step_folders(folder).values() if (step / MANIFEST).is_file()]:
-            return steps[-1]
+    if newest := _newest(path):
+        return named_by(newest) if newest.name == "latest" else newest
     if not path.exists():
         near = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())[:5] if path.parent.is_dir() else []
         beside = f" (beside it: {', '.join(near)})" if near else ""
@@ -101,27 +99,37 @@ def named_by(latest: Path) -> Path:
     return latest.parent / name
 
 
+def _newest(path: Path) -> Path | None:
+    """Return the file `latest` of a checkpoints or run folder; without it the newest complete step folder, or None."""
+    for folder in (path, path / "checkpoints"):
+        if (folder / "latest").is_file():
+            return folder / "latest"
+        # A first save that was interrupted before it wrote `latest`.
+        if steps := [step for step in step_folders(folder).values() if (step / MANIFEST).is_file()]:
+            return steps[-1]
+    return None
+
+
 def step_folders(directory: Path) -> dict[int, Path]:
     """Return the step folders of a checkpoints folder by step, in order, complete or not."""
-    folders = {int(path.name[5:]): path for path in directory.glob("step_*") if _STEP.fullmatch(path.name)}
+    folders = {step_of(path): path for path in directory.glob("step_*") if _STEP.fullmatch(path.name)}
     return dict(sorted(folders.items()))
 
 
-_NEEDED = "a run folder, a checkpoints folder with the file 'latest', or a step folder with manifest.json is needed"
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a step folder."""
+    return int(folder.name.removeprefix("step_"))
 
 
 def exists(path: Path) -> bool:
     """Return whether a run or checkpoints folder has a finished checkpoint."""
-    return any(
-        (folder / "latest").is_file() or any((step / MANIFEST).is_file() for step in step_folders(folder).values())
-        for folder in (path, path / "checkpoints")
-    )
+    return _newest(path) is not None
 
 
 def is_own_checkpoint(resume: str, directory: Path) -> bool:
     """Return whether `checkpoint.resume` names the checkpoints of the run in `directory`, or a step folder there.
 
-    Each start rolls the run back to such a folder, which need not exist. Any other path applies to a run without checkpoints.
+    Every start rolls the run back to that folder, which may be missing. Another path is read only by a run without checkpoints.
     """
     if resume in ("auto", "never", "newest_readable"):
         return False
@@ -161,9 +169,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
             problem = "is missing" if size is None else f"has {size} of {entry['bytes']} bytes"
             raise CheckpointError(f"{path}: the file {name} {problem}; {MEND}")
     return manifest
-
-
-MEND = "name another step folder, or resume from the newest complete checkpoint (checkpoint.resume=newest_readable)"
 
 
 def check_hash(path: Path, name: str, entry: Mapping[str, Any] | None) -> None:
@@ -334,15 +339,15 @@ class Reader:
         """Return elements [start, start + numel) from pieces, each with the offset of its first element."""
         out = torch.empty(numel, dtype=torch.float32)
         covered, end = start, start + numel
-        for piece, place in sorted(placed, key=lambda one: one[1]):
-            low, high = max(start, place), min(end, place + piece["numel"])
+        for piece, offset in sorted(placed, key=lambda entry: entry[1]):
+            low, high = max(start, offset), min(end, offset + piece["numel"])
             if low < high:
                 if low != covered:
                     break
                 stem = "weights" if kind == "weight" else "optimizer"
                 file = self._file(f"{stem}-{piece['rank']:05d}.safetensors")
                 view = file.get_slice(f"{kind}/{name}")
-                out[low - start : high - start] = view[low - place : high - place]
+                out[low - start : high - start] = view[low - offset : high - offset]
                 covered = high
         if covered != end:
             raise CheckpointError(

@@ -104,7 +104,7 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
 
 
 def check_start(config: CheckpointConfig, sequence_length: int) -> None:
-    """Raise as `find_start` and `check_length`, without archiving checkpoints and without reading all of one."""
+    """Raise the errors of `find_start` and `check_length`. Archive nothing, and read only the manifest."""
     if config.resume not in ("never", "newest_readable"):
         directory = Path(config.directory)
         source = _named_source(directory, config.resume)
@@ -131,13 +131,16 @@ def check_length(start: StartPoint, sequence_length: int) -> None:
         raise ValueError(
             f"batch.sequence_length = {sequence_length}: a length stage cannot start from a longer one, and "
             f"checkpoint.resume = {start.path} was trained with {trained}; at least {trained} is allowed. Set "
-            f"batch.sequence_length={trained}, or name a shorter stage in checkpoint.resume. Shorter samples need the "
-            "model without its stages: python -m tools.convert_hf export, then import"
+            f"batch.sequence_length={trained}, or name a shorter stage in checkpoint.resume. An exported and "
+            "imported model (python -m tools.convert_hf) may start with any length"
         )
 
 
 def _named_source(directory: Path, resume: str) -> Path | None:
-    """Return the step folder for `auto` or a path: the path's at the first start of a run, or if it is one of the run."""
+    """Return the step folder to start from; None for a new run.
+
+    A path counts at the first start, or if it names a checkpoint of this run. Later starts read the newest own checkpoint.
+    """
     has_begun = exists(directory)
     if resume != "auto" and (not has_begun or is_own_checkpoint(resume, directory)):
         return resolve(resume)

@@ -31,6 +31,7 @@ from megatron_lite.checkpoint.reader import (
     optimizer_kinds,
     read_manifest,
     step_folders,
+    step_of,
 )
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
 from megatron_lite.parallel.sharding_plan import Shard
@@ -53,7 +54,7 @@ def write_weights(
         specs: sharding spec of every tensor.
 
     Raises:
-        CheckpointError: the disk refuses. Nothing is left behind, and existing files stay.
+        CheckpointError: a file cannot be written. Nothing is left behind, and existing files stay.
         ValueError: a tensor that is not the next one of `shapes`.
     """
     final = directory / "step_00000000"
@@ -122,7 +123,7 @@ def rewrite(
         progress: called after each process's files.
 
     Raises:
-        CheckpointError: the source cannot be read, the target exists, or the disk refuses. Nothing is left behind.
+        CheckpointError: the source cannot be read, the target exists, or a file cannot be written. Nothing is left behind.
     """
     manifest = read_manifest(source)
     reader, final = Reader(source, manifest), directory / source.name
@@ -192,7 +193,7 @@ def rollback_to(folder: Path) -> Path | None:
         the archive, a new folder; None if there were no later ones. After a kill, `latest` excludes those that remain.
     """
     directory = folder.parent
-    later = [path for step, path in step_folders(directory).items() if step > _step(folder.name)]
+    later = [path for step, path in step_folders(directory).items() if step > step_of(folder)]
     write_text(directory / "latest", folder.name + "\n")
     return _archive(directory, later)
 
@@ -229,7 +230,7 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     steps = step_folders(directory)
     latest = directory / "latest"
     # Later folders than `latest` exist after a rollback, or a kill before `latest` was written. The run replaces them.
-    end = _step(latest.read_text().strip()) if latest.is_file() else max(steps, default=0)
+    end = step_of(Path(latest.read_text().strip())) if latest.is_file() else max(steps, default=0)
     counted = [step for step in sorted(steps) if step <= end and step not in keep]
     gone = []
     for folder in [steps[step] for step in counted[:-keep_last]]:  # [:-0] is none
@@ -241,10 +242,6 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
         except OSError as error:  # protected, or open on a network disk
             warnings.warn(f"the old checkpoint {folder} cannot be deleted, and stays: {error}", stacklevel=2)
     return gone
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix("step_"))
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.reader import (
     read_config_yaml,
     read_manifest,
     step_folders,
+    step_of,
     tensors_not_finite,
 )
 
@@ -45,7 +46,7 @@ def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
     """
     problems = []
     try:
-        end = int(named_by(directory / "latest").name[5:])
+        end = step_of(named_by(directory / "latest"))
     except FileNotFoundError:
         end = None
     except CheckpointError as error:

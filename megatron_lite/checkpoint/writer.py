@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.atomic_io import make_folder
 from megatron_lite.checkpoint.checksums import CheckpointError
 from megatron_lite.checkpoint.reader import NotFiniteError, TensorSlice, not_finite_error, step_folders
-from megatron_lite.checkpoint.storage import make_folder, new_manifest, prune, publish, write_file
+from megatron_lite.checkpoint.storage import new_manifest, prune, publish, write_file
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.finite_check import state_not_finite
 from megatron_lite.optim.zero_state import AVERAGE
@@ -189,7 +190,8 @@ class CheckpointWriter:
             return True
         if self._engine.grid.is_main:
             shutil.rmtree(save.temporary, ignore_errors=True)
-        free = shutil.disk_usage(self._directory).free / 2**30 if self._directory.exists() else math.nan
+        disk = next(folder for folder in (self._directory, *self._directory.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(disk).free / 2**30
         raise CheckpointError(
             f"could not write the checkpoint {save.path}: {problem} ({free:.2f} GiB free on that disk). "
             f"Earlier checkpoints did not change; free space or set another checkpoint.directory, then resume"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from megatron_lite.checkpoint import reader, storage
+from megatron_lite.checkpoint import reader
 from megatron_lite.checkpoint.checksums import CheckpointError, check_files, inside
-from megatron_lite.checkpoint.storage import publish, write_file, write_weights
+from megatron_lite.checkpoint.storage import write_weights
 from megatron_lite.checkpoint.verify import newest_whole, verify
 from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.config.files import read_sources
@@ -66,6 +65,11 @@ def test_sha256sum_checks_a_step_folder(tmp_path):
     lines = (folder / "SHA256SUMS").read_text().splitlines()
     assert [line[64:] for line in lines] == ["  config.yml", "  manifest.json", "  weights-00000.safetensors"]
     assert check_files(folder, "") == 3
+    (folder / "SHA256SUMS").write_text("\n".join(lines[1:]))
+    with pytest.raises(
+        CheckpointError, match=r"SHA256SUMS is damaged \(it has no hash of config\.yml\); copy it again"
+    ):
+        check_files(folder, "copy it again", ["config.yml"])
 
 
 @pytest.mark.parametrize(
@@ -141,15 +145,15 @@ def test_newest_complete_checkpoint(tmp_path):
     first, second, third = (save(tmp_path, step) for step in (1, 2, 3))
     assert newest_whole(tmp_path) == (third, [])
     change(third / "weights-00000.safetensors")
-    found, problems = newest_whole(tmp_path)
-    assert found == second
+    newest, problems = newest_whole(tmp_path)
+    assert newest == second
     assert len(problems) == 1
     assert f"{third}: the file weights-00000.safetensors is corrupted" in problems[0]
     (tmp_path / "latest").write_text("nothing")
-    found, problems = newest_whole(tmp_path)
-    assert found == second
+    newest, problems = newest_whole(tmp_path)
+    assert newest == second
     assert len(problems) == 2
-    (tmp_path / "latest").write_text("step_00000001\n")  # what is later does not count
+    (tmp_path / "latest").write_text("step_00000001\n")  # later folders do not count
     assert newest_whole(tmp_path) == (first, [])
     (first / "config.yml").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete; checkpoint\.resume=never starts over"):
@@ -171,37 +175,38 @@ def test_alias_bomb_is_refused(tmp_path):
     assert yaml.load("a: &a [1]\nb: *a\n", BoundedLoader) == {"a": [1], "b": [1]}
 
 
-def test_order_of_flushes(tmp_path, monkeypatch):
-    """Flush files before their folder, the folder's name before `latest`, then `latest`: a power cut keeps flushed data."""
-    events: list[str] = []
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "is not a checkpoint: a run folder"),
+        (lambda folder: (folder / "latest").write_text("step_00000009\n"), "names step_00000009, which is incomplete"),
+    ],
+)
+def test_folder_without_checkpoint_names_allowed_folders(tmp_path, make, message):
+    make(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        reader.resolve(tmp_path)
 
-    def fsync(descriptor: int) -> None:
-        events.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
 
-    replace = os.replace
+def test_paths_of_own_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "run" / "checkpoints"
+    for resume in ("run", "run/checkpoints", "run/checkpoints/step_00000004", str(own), str(tmp_path / "run")):
+        assert reader.is_own_checkpoint(resume, own), resume
+    for resume in ("auto", "never", "other", "run/checkpoints.1", "run/checkpoints.1/step_00000004", "."):
+        assert not reader.is_own_checkpoint(resume, own), resume
 
-    def renamed(source: Path, target: Path) -> None:
-        replace(source, target)
-        events.append(f"-> {os.path.relpath(target, tmp_path)}")
 
-    monkeypatch.setattr(storage.os, "fsync", fsync)
-    monkeypatch.setattr(storage.os, "replace", renamed)
-    aside, final = tmp_path / "run" / "checkpoints" / ".step_00000001.writing", "run/checkpoints/step_00000001"
-    storage.make_folder(aside)
-    assert events == [".", "run", "run/checkpoints"]
-    files = write_file(aside / "weights-00000.safetensors", {"a": torch.ones(2)})
-    publish(aside, tmp_path / final, {"files": files}, "")
-    needed = [
-        "run/checkpoints/.step_00000001.writing/weights-00000.safetensors",
-        *(
-            f"-> run/checkpoints/.step_00000001.writing/{name}"
-            for name in ("config.yml", "manifest.json", "SHA256SUMS")
-        ),
-        "run/checkpoints/.step_00000001.writing",
-        f"-> {final}",
-        "run/checkpoints",
-        "-> run/checkpoints/latest",
-        "run/checkpoints",
-    ]
-    rest = iter(events[3:])
-    assert [event for event in needed if event in rest] == needed
+@pytest.mark.parametrize(("form", "version"), [("other", 1), (reader.FORMAT, 3)])
+def test_a_foreign_manifest_is_refused(tmp_path, form, version):
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": form, "version": version, "files": {}}))
+    with pytest.raises(CheckpointError, match=f"format '{form}' version {version}; "):
+        reader.read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_supported_versions(tmp_path, version):
+    manifest = {"step": 1, "state": {}, "layout": {}, "tensors": {}, "files": {}}
+    manifest |= {"format": reader.FORMAT, "version": version}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert reader.read_manifest(tmp_path) == manifest

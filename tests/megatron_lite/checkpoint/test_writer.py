@@ -30,7 +30,7 @@ def gate(monkeypatch):
 
 
 def content(folder):
-    """Every file's bytes; of the manifest what it says but for the command."""
+    """Return the bytes of every file, and the manifest without its command."""
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
     return files, {**checkpoint.read_manifest(folder), "command": []}
 
@@ -41,29 +41,28 @@ def test_steps_during_a_save_change_nothing_in_it(build, gate, tmp_path, dtype, 
     engine = build(model_config(), dtype=dtype, zero_stage=stage)
     engine.train_step(steps[0], lr=LR)
     gate.set()
-    Checkpointer(engine, tmp_path / "at once").save(step=1, state={"step": 1}, config_yaml="a: 1\n")
+    Checkpointer(engine, tmp_path / "synchronous").save(step=1, state={"step": 1}, config_yaml="a: 1\n")
     gate.clear()
-    writer = Checkpointer(engine, tmp_path / "behind", asynchronous=True)
-    for step in (1, 2):  # the second save in the memory of the first
+    writer = Checkpointer(engine, tmp_path / "asynchronous", asynchronous=True)
+    for step in (1, 2):  # the second save reuses the memory of the first
         writer.save_async(step=step, state={"step": step}, config_yaml="a: 1\n")
         engine.train_step(steps[step], lr=LR)
         assert writer.is_busy
         assert not writer.settle(any_busy=True)
-        assert not (tmp_path / "behind" / f"step_{step:08d}").exists()
+        assert not (tmp_path / "asynchronous" / f"step_{step:08d}").exists()
         gate.set()
         assert writer.finish()
         gate.clear()
-        assert writer.last.path == checkpoint.resolve(tmp_path / "behind")
-    assert content(tmp_path / "behind" / "step_00000001") == content(tmp_path / "at once" / "step_00000001")
+        assert writer.last.path == checkpoint.resolve(tmp_path / "asynchronous")
+    assert content(tmp_path / "asynchronous" / "step_00000001") == content(tmp_path / "synchronous" / "step_00000001")
     assert writer.last.stopped_seconds <= writer.last.seconds
     other = build(model_config(), seed=99, dtype=dtype, zero_stage=stage)
-    assert Checkpointer(other, tmp_path / "behind").load() == {"step": 2}
-    rest = [other.train_step(steps[2], lr=LR)]
-    assert rest == [engine_at(build, steps, dtype, stage)]
+    assert Checkpointer(other, tmp_path / "asynchronous").load() == {"step": 2}
+    assert other.train_step(steps[2], lr=LR) == third_step(build, steps, dtype, stage)
 
 
-def engine_at(build, steps, dtype, stage):
-    """Return the state after three steps without a save."""
+def third_step(build, steps, dtype, stage):
+    """Return the result of the third step of a run without saves."""
     engine = build(model_config(), dtype=dtype, zero_stage=stage)
     return [engine.train_step(step, lr=LR) for step in steps[:3]][-1]
 
@@ -122,3 +121,10 @@ def test_disk_that_does_not_answer_ends_the_run_after_the_timeout(build, gate, t
         CheckpointError, match=r"step_00000001 was not written within 0\.001 minutes \(run\.save_timeout"
     ):
         writer.finish()
+
+
+def test_folder_that_cannot_be_made_is_reported_with_the_free_space(build, tmp_path):
+    (tmp_path / "file").touch()
+    writer = Checkpointer(build(model_config()), tmp_path / "file" / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"could not write the checkpoint .* \(\d+\.\d\d GiB free on that disk\)"):
+        writer.save(step=1, state={}, config_yaml="")

@@ -1,12 +1,10 @@
-"""Guard rails without a model: spikes, skipped steps, hangs, signals, pruning."""
+"""Guards of a run: loss spikes, skipped steps, hangs and signals."""
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +13,6 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron_lite.checkpoint import reader as checkpoint
-from megatron_lite.checkpoint.storage import archive_all, prune, publish, rollback_to
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
 from megatron_lite.trainer import TrainState
@@ -25,7 +21,7 @@ from tests.cli.conftest import ROOT
 
 def test_spike_guard_skips_only_far_above_the_running_mean():
     guard = SpikeGuard(2.0, warmup=5)
-    assert [guard.should_skip(loss) for loss in (8.0, 30.0, 6.0, 5.0, 4.0)] == [False] * 5  # it watches first
+    assert [guard.should_skip(loss) for loss in (8.0, 30.0, 6.0, 5.0, 4.0)] == [False] * 5  # the warmup
     mean = guard.mean
     assert not guard.should_skip(1.9 * mean)
     before = guard.mean
@@ -48,10 +44,10 @@ def test_resumed_spike_guard_equals_the_uninterrupted_one():
     whole, first = SpikeGuard(2.0, warmup=4), SpikeGuard(2.0, warmup=4)
     expected = [whole.should_skip(loss) for loss in losses]
     assert expected == [False] * 4 + [True, False]
-    vetoes = [first.should_skip(loss) for loss in losses[:2]]
-    rest = SpikeGuard(2.0, first.mean, first.seen, warmup=4)
-    assert vetoes + [rest.should_skip(loss) for loss in losses[2:]] == expected
-    assert (rest.mean, rest.seen) == (whole.mean, whole.seen)
+    skips = [first.should_skip(loss) for loss in losses[:2]]
+    resumed = SpikeGuard(2.0, first.mean, first.seen, warmup=4)
+    assert skips + [resumed.should_skip(loss) for loss in losses[2:]] == expected
+    assert (resumed.mean, resumed.seen) == (whole.mean, whole.seen)
 
 
 def test_old_state_without_loss_count_has_one_loss_per_update():
@@ -161,7 +157,7 @@ def test_a_pause_prints_no_stacks():
 
 
 def test_the_monitor_ends_with_its_process():
-    """End after SIGKILL too, although a forked process holds the pipe. The end of the watchdog does not wait for that one."""
+    """End at the end of the watchdog and after SIGKILL, although a forked process holds the pipe."""
     code = (
         "import os, signal, time\n"
         "from megatron_lite.fault_tolerance.guards import Watchdog\n"
@@ -187,7 +183,7 @@ def _python(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
-def test_stacks_are_printed_before_the_heartbeat_ends_the_run():
+def test_default_watchdog_acts_before_the_default_timeouts():
     run = RunConfig()
     assert 2 * run.watchdog_minutes <= run.timeout_minutes < run.save_timeout_minutes
 
@@ -205,13 +201,13 @@ def test_the_watchdog_stays_silent_while_steps_end():
 
 
 def test_signals_set_the_flag_and_handlers_come_back():
-    former = signal.getsignal(signal.SIGUSR1)
+    previous = signal.getsignal(signal.SIGUSR1)
     with StopSignal() as stop:
         assert stop.received is None
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.received == "SIGUSR1"
-        os.kill(os.getpid(), signal.SIGTERM)  # which a scheduler sends next: the save goes on
-    assert signal.getsignal(signal.SIGUSR1) is former
+        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler sends it next; the save continues
+    assert signal.getsignal(signal.SIGUSR1) is previous
 
 
 def test_the_second_interrupt_is_immediate():
@@ -220,140 +216,6 @@ def test_the_second_interrupt_is_immediate():
         assert stop.received == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_pruning_keeps_the_newest_and_permanent_checkpoints(tmp_path):
-    for step in (1, 2, 4, 100, 200, 300):
-        folder = tmp_path / f"step_{step:08d}"
-        folder.mkdir()
-        (folder / "manifest.json").write_text("{}")
-    (tmp_path / "step_notes").mkdir()
-    gone = prune(tmp_path, keep_last=2, keep={1, 2})
-    assert [folder.name for folder in gone] == ["step_00000004", "step_00000100"]
-    left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == ["step_00000001", "step_00000002", "step_00000200", "step_00000300", "step_notes"]
-    assert prune(tmp_path, keep_last=0, keep=set()) == []
-    (tmp_path / "latest").write_text("step_00000300\n")
-    assert prune(tmp_path, keep_last=1, keep={1, 2, 300}) == []  # 200 is the newest of those that are counted
-    assert [folder.name for folder in prune(tmp_path, keep_last=1, keep=set())] == [
-        "step_00000001",
-        "step_00000002",
-        "step_00000200",
-    ]
-
-
-def test_pruning_keeps_latest_and_removes_leftovers(tmp_path):
-    for step in (1, 2, 3):
-        (tmp_path / f"step_{step:08d}").mkdir()
-    for step in (2, 3):  # of step 1 the manifest is gone already
-        (tmp_path / f"step_{step:08d}" / "manifest.json").write_text("{}")
-    (tmp_path / "latest").write_text("step_00000002\n")
-    gone = prune(tmp_path, keep_last=1, keep=set())
-    assert [folder.name for folder in gone] == ["step_00000001"]
-    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_00000002", "step_00000003"]
-
-
-def test_checkpoints_after_latest_are_not_pruned_and_do_not_count(tmp_path):
-    for step in (10, 20, 30, 40):
-        (tmp_path / f"step_{step:08d}").mkdir()
-        (tmp_path / f"step_{step:08d}" / "manifest.json").write_text("{}")
-    (tmp_path / "latest").write_text("step_00000020\n")
-    assert prune(tmp_path, keep_last=2, keep=set()) == []
-    assert [folder.name for folder in prune(tmp_path, keep_last=1, keep=set())] == ["step_00000010"]
-    (tmp_path / "latest").write_text("step_00000040\n")
-    first, second = (tmp_path.with_name(f"{tmp_path.name}.{number}") for number in (1, 2))
-    assert rollback_to(tmp_path / "step_00000020") == first
-    assert sorted(path.name for path in first.iterdir()) == ["step_00000030", "step_00000040"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000020"]
-    assert checkpoint.resolve(tmp_path).name == "step_00000020"
-    assert rollback_to(tmp_path / "step_00000020") is None
-    assert archive_all(tmp_path) == second
-    assert checkpoint.resolve(second).name == "step_00000020"
-    assert list(tmp_path.iterdir()) == []
-    assert archive_all(tmp_path) is None
-
-
-def test_step_saved_again_stays_until_it_is_replaced(tmp_path, monkeypatch):
-    final, aside = tmp_path / "step_00000001", tmp_path / ".step_00000001.writing"
-    for content in ("old", "new"):
-        aside.mkdir()
-        (aside / "weights").write_text(content)
-        publish(aside, final, {}, "")
-    assert (final / "weights").read_text() == "new"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
-    aside.mkdir()
-    former = tmp_path / ".step_00000001.former.writing"
-
-    def killed(source, target):
-        if source == aside:
-            assert (former / "weights").read_text() == "new"
-            raise OSError("killed")
-        source.rename(target)
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(OSError, match="killed"):
-        publish(aside, final, {}, "")
-    assert (former / "weights").read_text() == "new"
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda folder: None, "is not a checkpoint: a run folder"),
-        (lambda folder: (folder / "latest").write_text("step_00000009\n"), "names step_00000009, which is incomplete"),
-    ],
-)
-def test_folder_without_checkpoint_names_allowed_folders(tmp_path, make, message):
-    make(tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match=message):
-        checkpoint.resolve(tmp_path)
-
-
-def test_paths_of_own_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    own = tmp_path / "run" / "checkpoints"
-    for resume in ("run", "run/checkpoints", "run/checkpoints/step_00000004", str(own), str(tmp_path / "run")):
-        assert checkpoint.is_own_checkpoint(resume, own), resume
-    for resume in ("auto", "never", "other", "run/checkpoints.1", "run/checkpoints.1/step_00000004", "."):
-        assert not checkpoint.is_own_checkpoint(resume, own), resume
-
-
-@pytest.mark.parametrize(("form", "version"), [("other", 1), (checkpoint.FORMAT, 3)])
-def test_a_foreign_manifest_is_refused(tmp_path, form, version):
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": form, "version": version, "files": {}}))
-    with pytest.raises(checkpoint.CheckpointError, match=f"format '{form}' version {version}; "):
-        checkpoint.read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_supported_versions(tmp_path, version):
-    manifest = {"step": 1, "state": {}, "layout": {}, "tensors": {}, "files": {}}
-    manifest |= {"format": checkpoint.FORMAT, "version": version}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.read_manifest(tmp_path) == manifest
-
-
-def test_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
-    """Simulate a network disk, where an open file keeps its folder from being removed."""
-    for step in (10, 20, 30, 40):
-        aside = tmp_path / "aside"
-        aside.mkdir()
-        publish(aside, tmp_path / f"step_{step:08d}", {}, "")
-
-    rmtree = shutil.rmtree
-
-    def busy(folder):
-        if folder.name == "step_00000010":
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-        rmtree(folder)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", busy)
-        with pytest.warns(UserWarning, match=r"step_00000010 cannot be deleted, and stays: .*Directory not empty"):
-            gone = prune(tmp_path, keep_last=2, keep=set())
-    assert [folder.name for folder in gone] == ["step_00000020"]
-    assert not (tmp_path / "step_00000010" / "manifest.json").exists()  # what is left of it is no checkpoint
-    assert [folder.name for folder in prune(tmp_path, keep_last=2, keep=set())] == ["step_00000010"]
 
 
 def test_skipped_steps_of_an_earlier_start_count(tmp_path):
