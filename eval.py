@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 from tools.cli.arguments import command, interrupted
 from tools.evaluation.options import parse_evaluation
@@ -37,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_checkpoint(words: Sequence[str], suite: str) -> None:
-    """Raise ValueError for a model before or after --suite mqar: a word that is neither key=value nor an option's value."""
-    for previous, word in zip(["", *words], words, strict=False):
+    """Raise ValueError if a word is neither an option, an option's value nor key=value: it would name a checkpoint."""
+    for previous, word in pairwise(["", *words]):
         option_value = previous.startswith("-") and "=" not in previous
         if not option_value and not word.startswith("-") and "=" not in word:
             raise ValueError(

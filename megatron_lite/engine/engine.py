@@ -154,10 +154,10 @@ class Engine:
             precision=precision,
         )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory statistics
-            model, unit = self._module(calls)
+            model, mpu = self._module(calls)
             for index, filler in enumerate(fillers):
                 model.register_parameter(f"filler{index}", filler)
-            self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=unit)
+            self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=mpu)
         share_weights(zero)
         cuda = grid.device.type == "cuda"
         kernels = cuda and find_spec("triton") is not None
@@ -241,7 +241,7 @@ class Engine:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients, for forward passes of any length through `layers` (one stage only)."""
+        """Set evaluation mode without gradients, for forward passes of any length through `layers` (one stage only)."""
         self._engine.eval()
         tensor = self._shard.tensor
         sequence = tensor is not None and tensor.sequence
@@ -336,12 +336,12 @@ class Engine:
             shard = self._shard
             self._stage = Stage(shard.layers, calls, bounds=shard.bounds, grid=self.grid, tied=bool(shard.tied))
             return self._stage, None
-        unit = None
+        mpu = None
         if self.grid.tensor_size > 1:
             from megatron_lite.engine.pipeline_stage import model_parallel_unit
 
-            unit = model_parallel_unit(self.grid)
-        return Sequential(self.layers, list(calls.values())), unit
+            mpu = model_parallel_unit(self.grid)
+        return Sequential(self.layers, list(calls.values())), mpu
 
     def _set_accumulation(self, micro_batches: int) -> None:
         """Set the micro-batches per step, which a batch ramp changes during a run."""

@@ -8,7 +8,7 @@
 - context: the inputs are a local shard of the sequence;
 - recompute: activations, elementwise, selective or whole blocks;
 - overlap: two chunks of a micro-batch through all blocks;
-- graph: all blocks of a micro-batch as one CUDA graph.
+- graph: all blocks of a micro-batch as two CUDA graphs, forward and backward.
 
 DeepSpeed's engine, which reduces gradients and shards the optimizer, is wrapped around the result (`engine.py`).
 """

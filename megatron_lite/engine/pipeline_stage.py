@@ -111,7 +111,7 @@ class Stage(PipelineModule):
 
 
 class _Tied(TiedLayerSpec):
-    """A layer that exists already and shares its `weight` with the layer at the other end."""
+    """A layer that is already built and shares its `weight` with the first or last layer of the model."""
 
     def __init__(self, layer: nn.Module | None) -> None:
         super().__init__("tied", nn.Module, tied_weight_attr=["weight"])

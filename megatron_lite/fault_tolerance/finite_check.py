@@ -74,7 +74,7 @@ def fault_of_loss(engine: Engine, micro_batches: Sequence[Batch]) -> Fault | Non
     first, recomputed = ([rank for rank, verdict in enumerate(verdicts) if not verdict[i]] for i in (0, 1))
     hosts = [verdict[2] for verdict in verdicts]
     if recomputed:
-        text = f"the loss of {rank_words(recomputed, hosts)} is not finite, computed once more too"
+        text = f"the loss of {rank_words(recomputed, hosts)} is not finite, and neither is its recomputation"
         return Fault("persistent_fault", f"{text}: a persistent fault of weights, samples or dtype")
     if first:
         text = (

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TextIO
 
 from megatron_lite.fault_tolerance import stack_monitor
@@ -59,14 +59,14 @@ class StopSignal:
 class Watchdog:
     """Prints the stacks of all threads when no step ends for `minutes`, and repeats that every `minutes`.
 
-    A Python thread prints them under a headline that names the process. If no Python thread runs, because a call holds the
-    interpreter lock, a second process prints the headline and sends SIGUSR2, upon which faulthandler prints them.
+    A Python thread prints them under a headline that names the process. A call may hold the interpreter lock, so that no Python
+    thread runs. Then a second process prints the headline and sends SIGUSR2, and faulthandler prints the stacks.
 
     Args:
         who: the process, for the headline.
         delay: additional seconds, so that the processes of one machine print in turn.
-        stuck_seconds: the second process acts when no Python thread ran for so long; None: `minutes`. Must be less than the
-            heartbeat, after which other processes end the run.
+        stuck_seconds: the second process acts when no Python thread ran for this many seconds; None: `minutes`. Use less than
+            the heartbeat, after which other processes end the run.
     """
 
     def __init__(
@@ -91,13 +91,11 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._seconds:
             self._over.set()
             self._thread.join()
-            self._monitor.kill()  # a process forked meanwhile may hold its standard input open
+            self._monitor.kill()  # it does not see the end of its input while a forked process holds the pipe
             self._monitor.communicate()
 
     def kick(self, times: float = 1.0) -> None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -82,7 +81,7 @@ class Heartbeat:
     """Sends heartbeats while the loop runs, and names the missing processes when a collective fails. A context manager.
 
     Args:
-        seconds: a process without a beat for so long counts as dead, and the run ends; 0: off.
+        seconds: a process without a beat for this many seconds counts as dead, and the run ends; 0: off.
         step: completed steps; the loop updates it (`heartbeat.step = ...`).
     """
 
@@ -117,9 +116,7 @@ class Heartbeat:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if not self._active:
             return
         if error is None:

@@ -61,7 +61,7 @@ class ReplicaCheck:
         (step, fetch), self._pending = self._pending, None
         values = fetch()
         if any(
-            len({values[2 * rank + over] for rank in ranks}) > 1 for over in (0, 1) for ranks in self._replicas(over)
+            len({values[2 * rank + kind] for rank in ranks}) > 1 for kind in (0, 1) for ranks in self._replicas(kind)
         ):
             tables, hosts = zip(
                 *gather(([table.by_name() for table in self._hashes], socket.gethostname()), self._grid), strict=True
@@ -90,23 +90,23 @@ class ReplicaCheck:
         all_gather_single(everyone, local)
         self._pending = step, async_to_host(everyone)
 
-    def _replicas(self, over: int) -> list[list[int]]:
-        """Return the groups of ranks with equal values: 0 over data and context ranks, 1 over tensor ranks."""
+    def _replicas(self, kind: int) -> list[list[int]]:
+        """Return the groups of ranks with equal values: of data and context ranks (0), or of tensor ranks (1)."""
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         size, replicas = self._grid.tensor_size, self._grid.replicas
         for rank in range(self._grid.world_size):
             stage, replica, tensor = rank // (size * replicas), rank // size % replicas, rank % size
-            groups[stage, replica if over else tensor].append(rank)
+            groups[stage, replica if kind else tensor].append(rank)
         return list(groups.values())
 
     def _message(
         self, step: int, tables: Sequence[Sequence[dict[str, int]]], hosts: Sequence[str], limit: int = 8
     ) -> str:
         differing: dict[str, str] = {}
-        for over in (0, 1):
-            for ranks in self._replicas(over):
-                for name in tables[ranks[0]][over]:
-                    values = {rank: tables[rank][over][name] for rank in ranks}
+        for kind in (0, 1):
+            for ranks in self._replicas(kind):
+                for name in tables[ranks[0]][kind]:
+                    values = {rank: tables[rank][kind][name] for rank in ranks}
                     if len(set(values.values())) > 1:
                         differing.setdefault(name, _named(values, hosts))
         shown = [f"{name}: {ranks}" for name, ranks in list(differing.items())[:limit]]
@@ -179,5 +179,5 @@ def _named(values: dict[int, int], hosts: Sequence[str]) -> str:
     usual = [rank for rank, other in values.items() if other == value]
     odd = [rank for rank in values if rank not in usual]
     if 2 * count > len(values):
-        return f"{rank_words(odd, hosts)} differs from {rank_words(usual)}"
+        return f"{rank_words(odd, hosts)} {'differs' if len(odd) == 1 else 'differ'} from {rank_words(usual)}"
     return f"{rank_words(list(values), hosts)} differ from one another"

@@ -42,4 +42,5 @@ def test_hash_depends_on_every_bit_and_position(dtype):
 def test_minority_of_replicas_is_named():
     hosts = ["a", "a", "b", "b"]
     assert _named({0: 7, 1: 7, 2: 5, 3: 7}, hosts) == "rank 2 (b) differs from ranks 0-1, 3"
+    assert _named({0: 7, 1: 7, 2: 7, 3: 5, 4: 6}, [*hosts, "c"]) == "ranks 3-4 (b, c) differ from ranks 0-2"
     assert _named({0: 7, 3: 5}, hosts) == "ranks 0, 3 (a, b) differ from one another"

@@ -1,4 +1,4 @@
-"""What batches may bring beside tokens: a size that grows, documents that are packed into one row."""
+"""Batches of a ramp, packed documents and sources of the text."""
 
 from __future__ import annotations
 

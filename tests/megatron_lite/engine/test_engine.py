@@ -1,4 +1,4 @@
-"""The engine against the oracle, its guard rails, and its checkpoints."""
+"""Training and evaluation steps of the engine equal the oracle's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_zero_stages_equal_the_oracle(build, stage):
 def test_closed_engine_frees_its_memory(build):
     linear = torch.nn.functional.linear
     engine = build(model_config(), zero_stage=3)
-    assert torch.nn.functional.linear is not linear  # what ZeRO 3 does
+    assert torch.nn.functional.linear is not linear  # ZeRO 3 replaces it
     engine.close()
     assert torch.nn.functional.linear is linear
 
@@ -63,7 +63,7 @@ def test_closed_engine_frees_its_memory(build):
 @pytest.mark.parametrize("others", ["none", "elementwise"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing_changes_nothing(build, mode, others, stage):
-    config = model_config(num_layers=3)  # MetaLA's gate has a bias: see _linear in the engine
+    config = model_config(num_layers=3)  # MetaLA's gate has a bias: see `_linear` in engine/deepspeed.py
     steps = batches(4)
     expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=4)
     engine = build(config, zero_stage=stage, activation_checkpointing={"mode": mode, "every": 2, "others": others})
@@ -71,7 +71,7 @@ def test_activation_checkpointing_changes_nothing(build, mode, others, stage):
 
 
 def test_selective_checkpointing_with_zero_3(build, tmp_path):
-    """They have more than 100,000 elements. Which are there at a pass depends on the passes before it."""
+    """Train weights of more than 100,000 elements, which ZeRO 3 gathers in an order that depends on earlier passes."""
     config = model_config(intermediate_size=1600)
     steps = batches(4)
     expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=4)
@@ -93,13 +93,13 @@ def test_selective_checkpointing_with_zero_3(build, tmp_path):
 def test_elementwise_recomputation_is_bitwise_equal(build, monkeypatch, mixer, stage, dtype):
     settings = megatron_lite.engine.engine.deepspeed_config
 
-    def none_persists(*args: Any, **words: Any) -> dict[str, Any]:
-        """ZeRO 3 takes the small weights away too, which norms and convolutions have."""
-        found = settings(*args, **words)
-        found["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return found
+    def shard_all(*args: Any, **options: Any) -> dict[str, Any]:
+        """Let ZeRO 3 also shard small weights, those of norms and convolutions."""
+        config = settings(*args, **options)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
 
-    monkeypatch.setattr(megatron_lite.engine.engine, "deepspeed_config", none_persists)
+    monkeypatch.setattr(megatron_lite.engine.engine, "deepspeed_config", shard_all)
     config = model_config((mixer,), mlp="gelu" if mixer == "attention" else "swiglu")
     outcomes = []
     for mode in ("none", "elementwise"):
@@ -146,9 +146,9 @@ def test_bf16_accumulation_equals_that_of_deepspeed(build, monkeypatch, release)
     with monkeypatch.context() as patch:
         leave_bf16_steps(patch)
         expected, expected_weights = train()
-    spare = megatron_lite.engine.engine.patch_bf16_optimizer
+    original = megatron_lite.engine.engine.patch_bf16_optimizer
     monkeypatch.setattr(
-        megatron_lite.engine.engine, "patch_bf16_optimizer", lambda *args, **_: spare(*args, release=release)
+        megatron_lite.engine.engine, "patch_bf16_optimizer", lambda *args, **_: original(*args, release=release)
     )
     results, weights = train()
     assert results[3].skipped
@@ -211,7 +211,7 @@ def test_evaluation_between_steps_changes_nothing(build):
     assert results == plain
 
 
-def test_correct_predictions_are_those_of_the_call(build):
+def test_accuracies_of_evaluation_and_training_equal_the_oracle(build):
     config, steps = model_config(), batches(2, micro=16)
     accuracies: list[float] = []
     oracle.train(config, steps, seed=11, lr=LR, warmup=0, total=10**9, accuracies=accuracies)

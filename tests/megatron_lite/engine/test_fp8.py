@@ -33,7 +33,7 @@ def test_fp8_differs_and_recomputation_does_not(build):
 
 @pytest.mark.parametrize(("dtype", "state"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
 def test_resume_is_bit_exact(build, tmp_path, dtype, state):
-    """There is no amax history: a checkpoint holds what one without FP8 holds."""
+    """Also load a checkpoint of an FP8 run without FP8. There is no amax history."""
     steps, precision = batches(4), {**ROWWISE, "optimizer_state": state}
     engine = build(model_config(), dtype=dtype, precision=precision)
     run(engine, steps[:2])
@@ -74,7 +74,7 @@ def test_every_mixer_declares_projections_without_gates_and_decays(mixer):
     assert set(in_mixer) <= set(type(block.mixer).fp8_projections)
     others = ("a_proj", "b_proj", "dt_proj", "eta_proj", "f_proj", "input_proj", "w_proj")
     assert not set(in_mixer) & set(others)
-    assert ("gate_proj" in in_mixer) == (mixer == "metala")  # measured: its loss in FP8 is that in bf16
+    assert ("gate_proj" in in_mixer) == (mixer == "metala")  # its loss in FP8 equals that in bf16
     assert not [name for name in in_mixer if name.endswith(("_down", "_up")) or "decay" in name]
     assert {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"} <= set(selected)
 

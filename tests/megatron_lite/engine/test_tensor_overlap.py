@@ -1,4 +1,4 @@
-"""A micro-batch in two chunks: order of their all-reduces, odd numbers of rows."""
+"""Tensor-parallel overlap: order of the all-reduces, and values of even and odd numbers of rows."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class TwoParts(nn.Module):
 
 
 @pytest.fixture
-def sums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def all_reduces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the chunk of each all-reduce; values and gradients of the second chunk are a thousand times larger."""
     init_grid("cpu")
     seen: list[str] = []
     real = dist.all_reduce
 
-    def noted(x: Tensor, *arguments: object, **options: object) -> object:
+    def recorded(x: Tensor, *arguments: object, **options: object) -> object:
         seen.append("second" if x.abs().max() > 30 else "first")
         return real(x, *arguments, **options)
 
-    monkeypatch.setattr(dist, "all_reduce", noted)
+    monkeypatch.setattr(dist, "all_reduce", recorded)
     return seen
 
 
@@ -64,16 +64,16 @@ def batch(rows: int) -> Tensor:
     return x.requires_grad_()
 
 
-def test_all_reduces_of_the_chunks_alternate(sums: list[str]) -> None:
+def test_all_reduces_of_the_chunks_alternate(all_reduces: list[str]) -> None:
     _, overlap = build("none")
     x = batch(4)
     y = overlap(x)
-    assert sums == ["first", "second"] * 6
-    sums.clear()
+    assert all_reduces == ["first", "second"] * 6
+    all_reduces.clear()
     weight = torch.ones(4, 1, 1)
     weight[2:] = 1000
     (y * weight).sum().backward()
-    assert sums == ["second", "first"] * 6
+    assert all_reduces == ["second", "first"] * 6
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
