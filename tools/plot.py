@@ -17,6 +17,12 @@ from tools.reporting.run_curves import plot_runs
 if TYPE_CHECKING:
     from tools.reporting.runs_page import Section
 
+COMPARISON_NOTE = (
+    "Paired by document; accuracies in percent. \u2191: higher is better, \u2193: lower is better. \u00b1: standard error of the "
+    "difference. p: probability of a difference this large between equal models. p (Holm): corrected for all rows; "
+    "below 0.05 the difference is significant."
+)
+
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.html and len(options.runs) > 1:
         from tools.reporting.runs_page import write_runs_page
 
-        print(write_runs_page(options.runs, options.out or Path("runs.html"), _comparisons(options.runs)))
+        print(write_runs_page(options.runs, options.out or Path("runs.html"), _comparison_tables(options.runs)))
     elif options.html:
         from tools.reporting.run_report import write_report
 
@@ -53,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _comparisons(runs: Sequence[Path]) -> list[Section]:
-    """Return the differences of the runs from the first one, paired by document, for the runs with results of suites."""
+def _comparison_tables(runs: Sequence[Path]) -> list[Section]:
+    """Return one table per run with results of suites: its differences from the first of these runs, paired by document."""
     from tools.evaluation.results_file import read_results
     from tools.evaluation.significance import compare, comparison_rows
     from tools.reporting.run_curves import distinct_names
@@ -65,19 +71,17 @@ def _comparisons(runs: Sequence[Path]) -> list[Section]:
         folder = run.parent if run.is_file() else run
         if files := sorted(folder.glob("evaluation/step_*/results.json")):
             results[name] = read_results(files[-1])
-    first, *others = results or [""]
-    sections = []
-    for name in others:
-        title = f"Evaluation: {name} minus {first}"
+    names = list(results)
+    tables = []
+    for name in names[1:]:
+        title = f"Evaluation: {name} minus {names[0]}"
         try:
-            header, rows = comparison_rows(compare(results[first], results[name]))
+            header, rows = comparison_rows(compare(results[names[0]], results[name]), (names[0], name))
         except ValueError as error:
-            sections.append(Section(title, [], [], f"not compared: {error}"))
-            continue
-        header = [{"first": first, "second": name}.get(cell, cell) for cell in header]
-        note = "Paired by document. \u00b1: standard error of the difference. significant: p (Holm) < 0.05."
-        sections.append(Section(title, header, rows, note, text_columns=2))
-    return sections
+            tables.append(Section(title, [], [], f"not compared: {error}"))
+        else:
+            tables.append(Section(title, header, rows, COMPARISON_NOTE, text_columns=2))
+    return tables
 
 
 if __name__ == "__main__":

@@ -64,13 +64,21 @@ def test_figures_of_one_run(tmp_path: Path) -> None:
     assert rgb(COLORS[0]) in colors_in(run / "loss.png")
 
 
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list of figures that a test draws; none is written."""
+    drawn_figures: list[Any] = []
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: drawn_figures.append(figure))
+    return drawn_figures
+
+
 def drawn(axes: Any) -> list[list[tuple[float, float]]]:
     """Return the points of each line."""
     lines = (zip(*line.get_data(), strict=True) for line in axes.lines)
     return [[(float(x), float(y)) for x, y in line] for line in lines]
 
 
-def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_hold_their_columns(tmp_path: Path, figures: list[Any]) -> None:
     runs = []
     for name, offset in (("a", 0), ("b", 100)):
         metrics = MetricsLogger(tmp_path / name, total_steps=3, progress_bar=False)
@@ -82,8 +90,6 @@ def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             metrics.log(step, {"s/x": 40.0, "s/x ppl": 900.0, "s/average": 50.0 + step + offset}, kind="evaluation")
         metrics.close()
         runs.append(tmp_path / name)
-    figures: list[Any] = []
-    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_runs(runs, Path())
     plot_runs(runs[:1], Path())
     panels = {(axes.get_title(loc="left"), axes.get_xlabel()): axes for axes in figures[0].axes}
@@ -104,14 +110,12 @@ def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert drawn(scores) == [[(2, 40), (3, 40)], [(2, 52), (3, 53)]]
 
 
-def test_validations_of_the_whole_set_have_their_own_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validations_of_the_whole_set_have_their_own_marker(tmp_path: Path, figures: list[Any]) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=3, progress_bar=False)
     for step, fraction in ((1, 0.1), (2, 0.1), (3, 1.0)):
         metrics.log(step, {"loss": 9.0 - step, "tokens": step})
         metrics.log(step, {"loss": 7.5 - step, "tokens": step, "evaluated_fraction": fraction}, kind="validation")
     metrics.close()
-    figures: list[Any] = []
-    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path)
     axes = figures[0].axes[0]
     assert drawn(axes)[2:] == [[(1, 6.5), (2, 5.5)], [(3, 4.5)]]
@@ -120,14 +124,12 @@ def test_validations_of_the_whole_set_have_their_own_marker(tmp_path: Path, monk
     assert names[2:] == ["validation, part of the set", "validation, whole set"]
 
 
-def test_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, figures: list[Any]) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=2, progress_bar=False)
     for step in (1, 2):
         metrics.log(step, {"loss": 5.0 - step, "accuracy": step / 4, "tokens": step})
     metrics.log(2, {"loss": 4.0, "accuracy": 0.4, "tokens": 2}, kind="validation")
     metrics.close()
-    figures: list[Any] = []
-    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path, baseline=0.1)
     axes = figures[0].axes[1]
     values = drawn(axes)
@@ -137,15 +139,29 @@ def test_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatch: p
     assert axes.get_ylim()[0] == 0
 
 
+def test_loss_of_image_classifiers_is_per_image_and_scores_without_average_are_named(
+    tmp_path: Path, figures: list[Any]
+) -> None:
+    for name in ("a", "b"):
+        metrics = MetricsLogger(tmp_path / name, total_steps=1, progress_bar=False)
+        metrics.log(1, {"loss": 2.0, "tokens": 64})
+        metrics.log(1, {"loss": 2.0, "top5_accuracy": 0.5, "tokens": 64}, kind="validation")
+        metrics.log(1, {"s/x": 40.0}, kind="evaluation")
+        metrics.close()
+    plot_runs([tmp_path / "a", tmp_path / "b"], Path())
+    titles = [axes.get_title(loc="left") for axes in figures[0].axes]
+    assert titles[:2] == ["loss (nats per image)"] * 2
+    assert titles[-1] == "s, percent"
+
+
 def test_axis_numbers_are_plain() -> None:
     numbers = (0.25, 8192, 65536, 15000, 2.5e6, 3e9, 4e12)
     assert [style.plain_number(n) for n in numbers] == ["0.25", "8192", "64 Ki", "15 k", "2.5 M", "3 B", "4 T"]
     assert [run_curves._scientific(n) for n in (0, 0.25, 3e-4, 1.25e-5)] == ["0", "0.25", "3e-4", "1.25e-5"]
 
 
-def test_loss_axis_excludes_the_first_two_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, figures = write_run(tmp_path / "run", steps=100), []
-    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
+def test_loss_axis_excludes_the_first_two_percent(tmp_path: Path, figures: list[Any]) -> None:
+    run = write_run(tmp_path / "run", steps=100)
     plot_loss(run)
     low, high = figures[0].axes[0].get_ylim()
     losses = smooth(np.array([2 + 6 / step + 0.05 * math.sin(step) for step in range(1, 101)]))
@@ -154,15 +170,13 @@ def test_loss_axis_excludes_the_first_two_percent(tmp_path: Path, monkeypatch: p
     assert low == pytest.approx(losses.min() - margin)
 
 
-def test_token_axis_follows_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_axis_follows_the_steps(tmp_path: Path, figures: list[Any]) -> None:
     """Include a growing batch."""
     metrics = MetricsLogger(tmp_path, total_steps=100, progress_bar=False)
     for step in range(10, 101, 10):
         tokens = 100 * step if step <= 50 else 5000 + 900 * (step - 50)
         metrics.log(step, {"loss": 2 + 1 / step, "tokens": tokens})
     metrics.close()
-    figures = []
-    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path)
     axes = figures[0].axes[0]
     (top,) = axes.child_axes
@@ -173,9 +187,8 @@ def test_token_axis_follows_the_steps(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("steps", [2, 20])
-def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    run, figures = write_run(tmp_path / "short", steps=steps), []
-    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
+def test_steps_are_whole_numbers(tmp_path: Path, figures: list[Any], steps: int) -> None:
+    run = write_run(tmp_path / "short", steps=steps)
     plot_loss(run)
     plot_runs([run], tmp_path / "plot.png")
     ticks = [axes.get_xticks() for figure in figures for axes in figure.axes if axes.get_xlabel() == "step"]

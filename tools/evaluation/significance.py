@@ -138,12 +138,18 @@ def difference(task: str, metric: str, first: Values, second: Values) -> Differe
     return Difference(task, metric, len(first), *values, stderr, _permutation(statistic, first, second))
 
 
-def comparison_rows(differences: Sequence[Difference]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows as text, shares in percent. An arrow shows the better direction of a metric."""
-    header = ["task", "metric", "documents", "first", "second", "difference", "±", "p", "p (Holm)", "better"]
+def comparison_rows(
+    differences: Sequence[Difference], names: tuple[str, str] = ("first", "second")
+) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows as text, shares in percent. An arrow shows the better direction of a metric.
+
+    names: of the two models, for the header and the last column.
+    """
+    header = ["task", "metric", "documents", *names, "difference", "±", "p", "p (Holm)", "better"]
     rows = []
     for d in differences:
         share = not is_raw(d.metric)
+        better = {"first": names[0], "second": names[1], "": ""}[d.better]
         shown = [
             f"{100 * value:{sign}.2f}" if share else f"{value:{sign}.4g}"
             for value, sign in ((d.first, ""), (d.second, ""), (d.change, "+"))
@@ -157,7 +163,7 @@ def comparison_rows(differences: Sequence[Difference]) -> tuple[list[str], list[
                 "-" if d.stderr is None else f"{100 * d.stderr:.2f}",
                 f"{d.p:.4f}",
                 f"{d.adjusted:.4f}",
-                f"{d.better or 'unknown direction'}, significant" if d.adjusted < 0.05 else d.better,
+                f"{better or 'unknown direction'}, significant" if d.adjusted < 0.05 else better,
             ]
         )
     return header, rows

@@ -30,8 +30,8 @@ def draw_confusions(out: Path, counts: Tensor, class_names: Sequence[str]) -> No
         for row, column in np.ndindex(shares.shape) if size <= _NUMBERED_CLASSES else ():
             color = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{shares[row, column]:.0%}", ha="center", va="center", color=color, fontsize=8)
-        right = float(np.trace(counts.numpy()) / max(float(counts.sum()), 1.0))
-        axes.set(xlabel="predicted", ylabel="label", title=f"share of each label's images; {right:.2%} are right")
+        accuracy = float(counts.trace() / counts.sum().clamp_min(1))
+        axes.set(xlabel="predicted", ylabel="label", title=f"share of each label's images; {accuracy:.2%} are correct")
         figure.colorbar(image, ax=axes, format=lambda value, _: f"{value:.0%}", shrink=0.8)
 
 
@@ -50,9 +50,9 @@ def draw_predictions(
             left, top = 1.08 * column, 1.5 * row + 0.4
             axes.imshow(picture, extent=(left, left + 1, top + 1, top))
             predicted = int(shares[number].argmax())
-            right = predicted == label
+            correct = predicted == label
             text = f"{class_names[predicted]} {float(shares[number, predicted]):.0%}"
-            text = text if right else f"{text}\nis {class_names[label]}"
-            axes.text(left, top - 0.05, text, va="bottom", fontsize=7.5, color=COLORS[0 if right else 1])
+            text = text if correct else f"{text}\nis {class_names[label]}"
+            axes.text(left, top - 0.05, text, va="bottom", fontsize=7.5, color=COLORS[0 if correct else 1])
         axes.set(xlim=(0, 1.08 * _COLUMNS), ylim=(1.5 * rows, 0), aspect="equal")
         axes.axis("off")

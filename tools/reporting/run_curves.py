@@ -75,8 +75,7 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
             _draw_accuracy(panels[0, 1], data, baseline)
         _draw_loss(axes, data, COLORS[0], "step", faint=0.25)
         _limit_loss(axes, [data])
-        unit = "image" if _classifies(data) else "token"
-        axes.set(xlabel="step", ylabel=f"loss (nats per {unit})", title=f"{data.name}{_result(data)}")
+        axes.set(xlabel="step", ylabel=_loss_label([data]), title=f"{data.name}{_result(data)}")
         steps, tokens = (np.concatenate([[0.0], column(data.train, key)]) for key in ("step", "tokens"))
         if (np.diff(tokens) > 0).all() and (np.diff(steps) > 0).all():
             # Lines through the points, which continue at both ends.
@@ -123,8 +122,8 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
         rate.yaxis.set_major_formatter(_scientific)
         if any((column(run.train, "gradient_norm") > 0).any() for run in data):
             log_axes(norm, "y")
-        by_step.set(xlabel="step", title="loss (nats per token)")
-        by_tokens.set(xlabel="tokens", title="loss (nats per token)")
+        by_step.set(xlabel="step", title=_loss_label(data))
+        by_tokens.set(xlabel="tokens", title=_loss_label(data))
         speed.set(xlabel="step", title="tokens per second")
         rate.set(xlabel="step", title="learning rate")
         norm.set(xlabel="step", title="gradient norm")
@@ -195,6 +194,10 @@ def _classifies(run: Run) -> bool:
     return any("top5_accuracy" in line for line in run.validation)
 
 
+def _loss_label(runs: Sequence[Run]) -> str:
+    return f"loss (nats per {'image' if all(map(_classifies, runs)) else 'token'})"
+
+
 def _draw(axes: Any, run: Run, color: str, key: str, faint: float, x: str = "step") -> None:
     position, values = column(run.train, x), column(run.train, key)
     if np.isfinite(values).any():
@@ -220,13 +223,14 @@ def _draw_scores(axes: Any, runs: Sequence[Run], suite: str) -> None:
                 style |= {"lw": 2.4, "ls": "-"} | ({"color": "black"} if len(runs) == 1 else {})
             axes.plot(column(run.evaluation, "step"), column(run.evaluation, key), label=key.partition("/")[2], **style)
     axes.xaxis.set_major_formatter(plain_number)
-    axes.set(xlabel="step", title=f"{suite}, percent" if len(runs) == 1 else f"{suite}, average, percent")
+    shows_average = len(runs) > 1 and any(f"{suite}/average" in _scores(run) for run in runs)
+    axes.set(xlabel="step", title=f"{suite}, average, percent" if shows_average else f"{suite}, percent")
     if len(runs) == 1:
         label_lines(axes, size=7)
 
 
 def _limit_loss(axes: Any, runs: Sequence[Run]) -> None:
-    """Choose the loss axis without the first 2 % of the run, in which the loss falls from that of an untrained model."""
+    """Limit the loss axis to the values after the first 2 % of each run, where the loss falls from its initial value."""
     late = [smooth(column(run.train, "loss"))[len(run.train) // 50 :] for run in runs]
     points = [column(run.validation, "loss") for run in runs if run.validation]
     shown = np.concatenate([*late, *points])

@@ -44,7 +44,7 @@ def collect(run: Path) -> dict[str, Any]:
     folder, train = run.parent if run.is_file() else run, lines.train
     samples = [{key: line.get(key, "") for key in ("step", "prompt", "text")} for line in lines.sample]
     summary = _read_json(folder / "summary.json") or {}
-    is_current = summary.get("steps") == train[-1]["step"]  # not of a shorter run before
+    is_current = summary.get("steps") == train[-1]["step"]  # the summary may be of an earlier, shorter run
     if "sample" in summary and not samples:
         samples = [{"step": summary.get("steps"), "prompt": "", "text": summary["sample"]}]
     config, environment = _checkpoint(folder)
@@ -55,7 +55,7 @@ def collect(run: Path) -> dict[str, Any]:
         "validation": columns(lines.validation, MOST_POINTS),
         "scores": columns(lines.evaluation, MOST_POINTS),
         "totals": {key: summary.get(key) for key in ("training_seconds", "tokens_per_second")} if is_current else {},
-        "steps_a_point": -(-len(train) // MOST_POINTS),
+        "steps_per_point": -(-len(train) // MOST_POINTS),
         "samples": samples,
         "pictures": [_embedded(folder / name) for name in (PREDICTIONS, CONFUSIONS) if (folder / name).is_file()],
         "evaluation": _read_json(folder / "results.json"),

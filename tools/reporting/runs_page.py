@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
 
 from data.atomic_io import write_text
@@ -18,8 +19,12 @@ from tools.reporting.run_curves import distinct_names, plot_runs, smooth
 from tools.reporting.run_report import PAGE, collect
 from tools.reporting.tables import FEW_DOCUMENTS, NO_METRICS
 
-# They differ between all runs.
+# Keys that name a run, and so differ always.
 _NAMES = ("run.name", "run.directory", "checkpoint.directory")
+RESULTS_NOTE = (
+    "Losses in nats per token, of image classifiers per image. Accuracy: of masked tokens or images, from 0 to 1. "
+    "Validation: the last one of the run. -: not measured."
+)
 
 
 class Section(NamedTuple):
@@ -41,7 +46,7 @@ def write_runs_page(runs: Sequence[Path], out: Path, comparisons: Sequence[Secti
     data = {name: collect(run) for name, run in zip(names, runs, strict=True)}
     with tempfile.TemporaryDirectory() as folder:
         picture = plot_runs(runs, Path(folder) / "curves.svg").read_bytes()
-    parts = [table_html(Section("Results", *_results(data))), picture_html("Curves", picture, "svg+xml")]
+    parts = [table_html(Section("Results", *_results(data), RESULTS_NOTE)), picture_html("Curves", picture, "svg+xml")]
     sections = [
         _scores(data),
         *comparisons,
@@ -80,7 +85,9 @@ def config_differences(data: Mapping[str, Mapping[str, Any]]) -> list[list[str]]
 def _flat(node: Any, path: str = "") -> dict[str, str]:
     if isinstance(node, dict) and node:
         return {key: value for name, below in node.items() for key, value in _flat(below, f"{path}.{name}").items()}
-    return {path[1:]: "null" if node is None else str(node)} if path else {}
+    # A list of one value prints it as configurations write it, without the end mark of a document.
+    text = yaml.safe_dump([node], default_flow_style=True, allow_unicode=True, width=math.inf)
+    return {path[1:]: text.strip()[1:-1]} if path else {}
 
 
 def _results(data: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -97,7 +104,7 @@ def _results(data: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[lis
     rows = []
     for name, run in data.items():
         train, validation, environment = run["train"], run["validation"], run["environment"]
-        losses = smooth(_floats(train.get("loss", []))) if train.get("loss") else [math.nan]
+        losses = smooth(np.array(train.get("loss", [None]), np.float64))
         rows.append(
             [
                 name,
@@ -134,15 +141,10 @@ def _scores(data: Mapping[str, Mapping[str, Any]]) -> Section:
             # No-break spaces: a narrow page scrolls.
             cells.append("-" if value is None else f"{value:.4g}{error}{few}".replace(" ", "\u00a0"))
         rows.append([suite, Path(task).name, metric, *cells])
-    few = any(", n =" in cell.replace("\u00a0", " ") for row in rows for cell in row)
-    note = f"n: documents. Scores on fewer than {FEW_DOCUMENTS} show only that the task runs." if few else ""
+    note = "Accuracies from 0 to 1. ±: standard error. -: not evaluated." if rows else ""
+    if any(",\u00a0n" in cell for row in rows for cell in row):
+        note += f" n: documents. Scores on fewer than {FEW_DOCUMENTS} show only that the task runs."
     return Section("Evaluation", ["suite", "task", "metric", *data], rows, note, text_columns=3)
-
-
-def _floats(values: Sequence[float | None]) -> Any:
-    import numpy as np
-
-    return np.array(values, dtype=np.float64)
 
 
 def _last(columns: Mapping[str, Sequence[float | None]], key: str, digits: int) -> str:

@@ -1,4 +1,4 @@
-"""Tables as Markdown and as plain text."""
+"""Format tables as Markdown and as plain text."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_scores_and_sample_of_the_summary(tmp_path: Path, monkeypatch: pytest.Mo
     data = collect(tmp_path)
     assert data["scores"]["suite/task"] == [0.5]
     assert data["samples"] == [{"step": 3, "prompt": "", "text": "def x"}]
-    assert (data["steps_a_point"], data["train"]["step"]) == (2, [2, 3])
+    assert (data["steps_per_point"], data["train"]["step"]) == (2, [2, 3])
 
 
 SCORES = {
@@ -166,12 +166,14 @@ def test_page_of_several_runs(run: Path, trained_run: Path, tmp_path: Path, caps
     other = tmp_path / "other<b>"
     shutil.copytree(trained_run, other, ignore=shutil.ignore_patterns("SHA256SUMS"))
     config = other / "checkpoints" / "step_00000030" / "config.yml"
-    config.write_text(re.sub(r"^  lr: .*", "  lr: 0.5", config.read_text(), count=1, flags=re.MULTILINE))
+    changed = re.sub(r"^  lr: .*", "  lr: 0.5", config.read_text(), count=1, flags=re.MULTILINE)
+    config.write_text(re.sub(r"^  mixers: .*", "  mixers: [gla]", changed, count=1, flags=re.MULTILINE))
     for folder, correct in ((run, 9), (other, 1)):
         entry = {"ids": [f"{i}:{i}" for i in range(10)], "values": [1.0] * correct + [0.0] * (10 - correct)}
         target = folder / "evaluation" / "step_00000030" / "results.json"
         target.parent.mkdir(parents=True)
-        target.write_text(json.dumps({"metalion": {"title": "m", "documents": {"t": {"acc": entry}}}, "results": {}}))
+        content = {"metalion": {"title": "m", "documents": {"t": {"acc": entry}}}, "results": {}}
+        target.write_text(json.dumps({**content, "higher_is_better": {"t": {"acc": True}}}))
     (other / "results.json").write_text(json.dumps(SCORES))
     assert main([str(run), str(other), "--html", "-o", str(tmp_path / "runs.html")]) == 0
     text = (tmp_path / "runs.html").read_text(encoding="utf-8")
@@ -186,12 +188,18 @@ def test_page_of_several_runs(run: Path, trained_run: Path, tmp_path: Path, caps
     scores = {row.replace("||", "|").replace("\u00a0", " ").strip("|") for row in rows if "|suite|" in row}
     assert scores == {"suite|tiny|acc|-|0.75 ± 0.25, n = 4", "suite|whole|acc|-|0.5"}, "seconds are no metric"
     assert '<td>suite</td><td class="text">tiny</td><td class="text">acc</td><td>-</td>' in text
-    assert "n: documents. Scores on fewer than 50 show only that the task runs." in text
+    assert "Losses in nats per token" in text
+    assert (
+        "Accuracies from 0 to 1. ±: standard error. -: not evaluated. n: documents. Scores on fewer than 50 show only that the task runs."
+        in text
+    )
     assert any("|my run|" in row and "|30|" in row for row in rows)
-    assert [row for row in rows if "optimizer.lr" in row]
-    assert not [row for row in rows if "run.name" in row]
+    differences = {row.replace("||", "|").strip("|") for row in rows if re.match(r"\|+[a-z]+\.", row)}
+    assert differences == {"optimizer.lr|0.003|0.5", "model.mixers|[metala, attention]|[gla]"}
     (compared,) = [row for row in rows if "|t|" in row]
     assert "|90.00||10.00||-80.00|" in compared
+    assert "|my run, significant|" in compared
+    assert "p: probability of a difference this large between equal models" in text
     assert "other<b>" not in text
     assert "perplexity" in text
     assert "Evaluation: other&lt;b&gt; minus my run" in text
