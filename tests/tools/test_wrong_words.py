@@ -99,6 +99,8 @@ CASES = {
     "tools.convert_hf": [
         ("export NONE OUT", "does not exist"),
         ("export BROKEN OUT", "corrupted"),
+        ("export RUN OUT --shard-size 1GB", "--shard-size 1GB; the nearest option is --max-shard-size"),
+        ("export RUN OUT --zzz", "unrecognized arguments: --zzz; --help lists the options"),
         ("export RUN OUT --max-shard-size abc", "--max-shard-size: 'abc': bytes, or 500MB"),
         ("import HUGGING OUT", r"config\.json has no key 'num_attention_heads', which a llama needs"),
         ("import HUGGING OUT --tolerance nan", "--tolerance: nan: a number above 0"),
@@ -121,6 +123,7 @@ CASES = {
         ("RUN --temperature -1", r"temperature = -1\.0: 0 .* or more is allowed"),
         ("RUN --temperature nan", r"temperature = nan: 0 .* or more is allowed"),
         ("RUN --prompts-file BINARY", "--prompts-file .*binary: no UTF-8 at byte 5"),
+        ("RUN --max-new-tokens 8", "unrecognized arguments: --max-new-tokens 8; the nearest option is --max-tokens"),
         ("RUN --max-tokens many", "--max-tokens: many: a whole number, 1 or more"),
     ],
     "tools.inspect_data": [

@@ -13,13 +13,15 @@ import functools
 import json
 import math
 import os
+import re
 import select
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from tools.cli.help_text import HelpFormatter
 
@@ -100,9 +102,28 @@ def _message(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}{remedies.get(type(error), '')}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Name the nearest option when an option is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
+            nearest = get_close_matches(unknown[1], self._options(), 1)
+            message += f"; the nearest option is {nearest[0]}" if nearest else "; --help lists the options"
+        super().error(message)
+
+    def _options(self) -> list[str]:
+        """Return the options of this parser and of its subcommands."""
+        options = []
+        for action in self._actions:
+            options += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                options += [name for parser in action.choices.values() for name in parser._options()]
+        return options
+
+
 def command_line(command: str, description: str | None, epilog: str = "") -> argparse.ArgumentParser:
     """Return a parser of `command` whose --help fits the terminal, by `tools.cli.help_text`."""
-    return argparse.ArgumentParser(prog=command, description=description, epilog=epilog, formatter_class=HelpFormatter)
+    return _Parser(prog=command, description=description, epilog=epilog, formatter_class=HelpFormatter)
 
 
 def parse_with_overrides(
