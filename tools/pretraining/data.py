@@ -111,7 +111,7 @@ def validation_set(
 
 @dataclass(frozen=True)
 class _Part:
-    """The samples of one source; ``weight`` is the number of its tokens."""
+    """Hold the samples of one source; `weight` is the number of its tokens."""
 
     dataset: Dataset
     weight: int
@@ -135,7 +135,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class EvenSubset:
-    """`count` evenly spaced samples of a data set, the same at every validation."""
+    """Select `count` evenly spaced samples of a data set, the same at every validation."""
 
     dataset: Dataset
     count: int
@@ -152,7 +152,7 @@ def _validation_samples(
 ) -> tuple[Dataset, int]:
     settings = config.data
     if settings.objective == "masked":
-        masked = MaskedDataset(
+        samples: MaskedDataset | SequentialDataset = MaskedDataset(
             prefix,
             masking_for(tokenizer, settings.masked.validation_rate, settings.masked.whole_word),
             tokenizer,
@@ -163,17 +163,16 @@ def _validation_samples(
             reset_at_documents=settings.reset_at_documents,
             sequences=sequences,
         )
-        masked.file.vocab_size = config.model.vocab_size
-        return masked, masked.num_tokens
-    whole = SequentialDataset(
-        prefix,
-        sequence_length=config.batch.sequence_length,
-        first_token=tokenizer.end_of_document_id,
-        reset_at_documents=settings.reset_at_documents,
-        sequences=sequences,
-    )
-    whole.file.vocab_size = config.model.vocab_size
-    return whole, whole.num_tokens
+    else:
+        samples = SequentialDataset(
+            prefix,
+            sequence_length=config.batch.sequence_length,
+            first_token=tokenizer.end_of_document_id,
+            reset_at_documents=settings.reset_at_documents,
+            sequences=sequences,
+        )
+    samples.file.vocab_size = config.model.vocab_size
+    return samples, samples.num_tokens
 
 
 def _by_source(config: Config[Any], prefix: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Training of image classifiers."""
+"""Provide data, validation and summary of a run that trains an image classifier."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _accuracies(values: Mapping[str, float]) -> str:
 
 
 class _Counts:
-    """Counts that the head adds to, on the device: images with the label among the five highest scores, and confusions."""
+    """Hold counts on the device, to which the head adds: images whose label is among the five highest scores, and confusions."""
 
     def __init__(self, class_names: tuple[str, ...], grid: Grid) -> None:
         self._grid, self._classes = grid, len(class_names)

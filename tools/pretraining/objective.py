@@ -1,4 +1,4 @@
-"""What depends on the objective of a run: samples, validation, pictures or text of the model, lines of the summary."""
+"""Define the interface of an objective: samples, validation, pictures or text of the model, lines of the summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.language_model import LanguageModel
 
 
 class Objective(Protocol):
-    """The data of a run and their use. Every process has one and calls the same methods.
+    """Provide the data of a run and what is measured on them. Every process has one and calls the same methods.
 
     Attributes:
         tokenizer_hash: stored in checkpoints; None without a tokenizer.
@@ -38,7 +38,7 @@ class Objective(Protocol):
         """Return the data of the final test, or None."""
 
     def sample(self, model: Callable[[], LanguageModel]) -> Callable[[], dict[str, str]] | None:
-        """Return a function that shows what the model does after a validation, as values to log; None if there is none."""
+        """Return a function that shows the model's output after a validation, as values to log; None without one."""
 
     def suites(self, model: Callable[[], LanguageModel]) -> Callable[[], dict[str, float]] | None:
         """Return a function that evaluates `evaluation.suites`, or None."""

@@ -73,7 +73,7 @@ class Teacher:
 
 
 class TaughtSteps:
-    """The steps of a run with the targets of a teacher, which runs between two steps."""
+    """Yield the steps of a run with the targets of a teacher. The teacher runs between two steps."""
 
     def __init__(self, steps: Steps, teacher: Teacher) -> None:
         self._steps, self._teacher = steps, teacher
@@ -103,8 +103,8 @@ def _exported(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return the classifier of a Hugging Face folder, by the project's or transformers' own code, and what it reads."""
     from data.atomic_io import read_json
 
-    own = read_config(folder)["model_type"] == "metalion"
-    kind = model_class(folder, "ImageClassification", trust_remote_code=not own)
+    is_export = read_config(folder)["model_type"] == "metalion"
+    kind = model_class(folder, "ImageClassification", trust_remote_code=not is_export)
     try:
         model = kind.from_pretrained(folder)
     except (ImportError, OSError) as error:

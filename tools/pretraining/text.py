@@ -1,4 +1,4 @@
-"""Training on text, with causal or masked samples."""
+"""Provide data, validation and summary of a run that trains on text, with causal or masked samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""The closing text of a run: the next command, sizes, durations, and whether the run is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGET = "schedule.time_budget_minutes"
     [
         ([], f"{BUDGET}=null schedule.train_steps=16"),
         ([f"{BUDGET}=2", "schedule.train_steps=8"], f"{BUDGET}=null schedule.train_steps=16"),
-        # Left out, the budget of the file would hold the run to the steps that are done.
+        # Without this key, the time budget of the file would allow no more steps.
         ([f"{BUDGET}=null", "schedule.train_steps=8"], f"{BUDGET}=null schedule.train_steps=16"),
     ],
 )
