@@ -38,7 +38,7 @@ def check_data(run: Run) -> None:
     counts = ["train_examples", "test_examples", *(["validation_examples"] if run.classifies else [])]
     for key in [*counts, "vocabulary"]:
         value = run.data.get(key)
-        if not isinstance(value, int | float) or value != int(value) or value < 1:
+        if not isinstance(value, int | float) or value < 1 or not float(value).is_integer():
             raise ValueError(f"data.{key} = {json.dumps(value)}: whole number >= 1 is allowed")
     try:
         generate(replace(run, data={**run.data, **dict.fromkeys(counts, 1)}))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # --help answers at once
     from .results import Line, Results
     from .workers import Group
 
+    Sweeps = list[list[Run]]
+
 NAMES = ("mqar", "mad", "listops", "lra")
 
 EPILOG = """\
@@ -65,23 +67,22 @@ def synthetic_command(words: Sequence[str]) -> int:
     if options.report and experiment.precision == "auto" and results.lines:
         # The tables may be made on a machine without the GPUs that trained.
         precision = next(reversed(results.lines.values()))["precision"]
-    runs = plan(experiment, precision)
-    grouped = sweeps(runs)
+    grouped = sweeps(plan(experiment, precision))
     if options.check:
-        return _check(experiment, runs, devices)
+        return _check(experiment, grouped, devices)
     # Report data that cannot be generated and models that cannot be built before training begins.
     for run in {repr(data_key(sweep[0])): sweep[0] for sweep in grouped}.values():
         check_data(run)
     for sweep in grouped:
         model_config(sweep[0])
     if options.dry_run:
-        print(_listing(runs, results))
+        print(_listing(grouped, results))
         return 0
     failed: list[str] = []
     if not options.report:
         with results.writing():
             failed = _train(experiment, grouped, results, devices, options)
-    _report(experiment, runs, results)
+    _report(experiment, grouped, results)
     for text in failed:
         print(f"failed: {text}", file=sys.stderr)
     remaining = sum(len(results.pending(sweep)) for sweep in grouped)
@@ -91,29 +92,26 @@ def synthetic_command(words: Sequence[str]) -> int:
 
 
 def _train(
-    experiment: Experiment,
-    all_sweeps: list[list[Run]],
-    results: Results,
-    devices: list[str],
-    options: argparse.Namespace,
+    experiment: Experiment, grouped: Sweeps, results: Results, devices: list[str], options: argparse.Namespace
 ) -> list[str]:
+    """Train all pending runs. Return one line per failed group."""
     import math
 
     from tqdm import tqdm
 
     from data.progress import ProgressBar
 
+    from .report import best_line
     from .run_checkpoint import remove_checkpoints
     from .workers import groups_of, train_groups
 
     # A command that was killed after it wrote a result may have left the run's checkpoint.
-    for sweep in all_sweeps:
+    for sweep in grouped:
         pending = results.pending(sweep)
         remove_checkpoints(results.path.parent / "unfinished", [run for run in sweep if run not in pending])
-    group_size = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
-    groups = groups_of(all_sweeps, results, group_size, len(devices))
+    groups = groups_of(grouped, results, _group_size(experiment, devices), len(devices))
     total = sum(group.steps for group in groups)
-    done = sum(len(results.of(sweep)) for sweep in all_sweeps)
+    done = sum(len(results.of(sweep)) for sweep in grouped)
     print(f"{sum(len(g.runs) for g in groups)} runs to do, {total:,} steps at most; {done} are in {results.path}\n")
     with ProgressBar(total=total, unit="step", unit_scale=True, disable=not options.progress) as bar:
 
@@ -123,7 +121,7 @@ def _train(
                 bar.set_postfix_str(text)
 
         def finished(group: Group, lines: list[Line]) -> None:
-            best = max(lines, key=lambda line: line["accuracy"])
+            best = best_line(group.runs[0], lines)
             note = f", {best['stopped']}" if best["stopped"] else ""
             graph = "" if best["graph"] is True else f", no CUDA graph: {best['graph']}"
             tqdm.write(
@@ -142,16 +140,15 @@ def _train(
         )
 
 
-def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
+def _check(experiment: Experiment, grouped: Sweeps, devices: list[str]) -> int:
     """Check the first setting of each model (in MAD and LRA: of each model and task) and print one row per check."""
-    from .experiment import sweeps
     from .preflight import check_sweeps
 
     chosen: dict[tuple[str, str], list[Run]] = {}
-    for sweep in sweeps(runs):
+    for sweep in grouped:
         kind = sweep[0].task.partition("/")[0] if experiment.suite in ("mad", "lra") else ""
         chosen.setdefault((kind, sweep[0].model), sweep)
-    group_size = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
+    group_size = _group_size(experiment, devices)
     header = ["task", "model", "width", "runs", "one by one ms", "together ms", "seconds to prepare", "GiB", "loss"]
     header += ["difference", "float32", "graph", "problem"]
     print(" | ".join(header), flush=True)
@@ -164,14 +161,12 @@ def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
     return 1 if failures else 0
 
 
-def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
+def _report(experiment: Experiment, grouped: Sweeps, results: Results) -> None:
     from data.atomic_io import write_text
 
-    from .experiment import sweeps
     from .learning_curves import draw_curves
     from .report import draw_results, markdown, scores
 
-    grouped = sweeps(runs)
     cells = scores(experiment, grouped, results)
     if not cells:
         print(f"{results.path} has no result of this grid yet: train first (without --report)")
@@ -190,12 +185,10 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
     print("\n".join(["", text, *map(str, written)]))
 
 
-def _listing(runs: list[Run], results: Results) -> str:
-    """Return one line per task and model: what is swept, how many runs are done, and the most steps that remain."""
-    from .experiment import sweeps
-
-    rows: dict[tuple[str, str], list[list[Run]]] = {}
-    for sweep in sweeps(runs):
+def _listing(grouped: Sweeps, results: Results) -> str:
+    """Return one line per task and model: its widths, the number of runs, and the most steps that remain."""
+    rows: dict[tuple[str, str], Sweeps] = {}
+    for sweep in grouped:
         rows.setdefault((sweep[0].task, sweep[0].model), []).append(sweep)
     lines = [["task", "model", "widths", "runs", "done", "remaining", "steps per run", "remaining steps"]]
     remaining_steps = 0
@@ -208,10 +201,16 @@ def _listing(runs: list[Run], results: Results) -> str:
         counts = [sum(map(len, row_sweeps)), done, len(pending)]
         lines.append([task, model, widths, *map(str, counts), f"{row_sweeps[0][0].steps:,}", f"{steps:,}"])
     text = plain_table(lines[0], lines[1:], text_columns=3)
+    runs = [run for sweep in grouped for run in sweep]
     rates = ", ".join(f"{rate:g}" for rate in sorted({run.lr for run in runs}))
     return (
         f"{text}\n\n{len(runs)} runs, at most {remaining_steps:,} steps remain; learning rates {rates}; {results.path}"
     )
+
+
+def _group_size(experiment: Experiment, devices: list[str]) -> int | None:
+    """Return the most runs that train together; None for a whole sweep."""
+    return experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
 
 
 def _machine(experiment: Experiment) -> tuple[str, list[str]]:

@@ -21,7 +21,6 @@ from .classification import check_task
 
 FOLDER = CONFIGS / "experiments"
 
-
 _CLASSIFYING = ("listops", "lra")
 Positive = Annotated[int, Field(ge=1)]
 FromZero = Annotated[float, Field(ge=0)]
@@ -214,7 +213,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return optimizer steps per epoch. drop_last leaves an incomplete batch out, of other examples each epoch."""
+        """Return optimizer steps per epoch. `drop_last` leaves out the examples beyond whole batches, others in each epoch."""
         examples = int(self.data["train_examples"])
         steps = max(1, examples // self.batch_size) if self.drop_last else -(-examples // self.batch_size)
         return min(steps, self.epoch_steps or steps)
@@ -231,15 +230,32 @@ class Run:
 
 
 def load_experiment(suite: str, overrides: Sequence[str] = (), path: Path | None = None) -> Experiment:
-    """Read configs/experiments/<suite>.yml, or `path`, with `key=value` overrides. Raises ConfigError listing all errors."""
+    """Read configs/experiments/<suite>.yml, or `path`, with `key=value` overrides.
+
+    Raises ConfigError listing all errors, and for an override that a task's settings or a model's recipe replaces.
+    """
     experiment = read_as(Experiment, path or FOLDER / f"{suite}.yml", overrides, suite=suite)
-    for word in overrides:
-        key, _, below = word.partition("=")[0].partition(".")
-        for task in experiment.tasks:
-            value = getattr(experiment.settings.get(task), key, None)
-            if value is not None and (not below or below in value):
-                raise ConfigError([f"{word}: settings.{task} replaces this key; override settings.{task}.{word}"])
+    for task, word in product(experiment.tasks, overrides):
+        rest = word.removeprefix(f"settings.{task}.")
+        key, _, below = rest.partition("=")[0].partition(".")
+        for place, values in _replacements(experiment, task).items():
+            value = getattr(values, key, None)
+            replaced = value not in (None, {}) and (not below or below.partition(".")[0] in value)
+            if replaced and word != f"{place}.{rest}":
+                raise ConfigError([f"{word}: {place} replaces this key; override {place}.{rest}"])
     return experiment
+
+
+def _replacements(experiment: Experiment, task: str) -> dict[str, Recipe]:
+    """Return the settings of a task and the recipes of its models, by their keys."""
+    settings = experiment.settings.get(task, TaskSettings())
+    replacements: dict[str, Recipe] = {f"settings.{task}": settings}
+    for model in experiment.models:
+        if model in settings.recipes:
+            replacements[f"settings.{task}.recipes.{model}"] = settings.recipes[model]
+        elif model in experiment.recipes:
+            replacements[f"recipes.{model}"] = experiment.recipes[model]
+    return replacements
 
 
 def plan(experiment: Experiment, precision: str) -> list[Run]:

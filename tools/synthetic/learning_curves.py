@@ -1,4 +1,4 @@
-"""Plot the training curves of a sweep's best runs: accuracy against the epoch, one line per model."""
+"""Plot the learning curves of the sweeps' best runs: accuracy against epoch or step, one line per model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
     """Plot the best run of each sweep, one panel per task and width. Several seeds are shown as mean and range."""
     from tools.reporting.style import saved_figure
 
+    lra = experiment.suite == "lra"
     panels_data: dict[tuple[int, str], Histories] = {}
     for sweep in sweeps:
-        lines = results.of(sweep)
-        if lines:
-            best = best_line(sweep[0], lines)
+        first = sweep[0]
+        if lines := results.of(sweep):
             # Each task of Long Range Arena has its width.
-            width = 0 if experiment.suite == "lra" else sweep[0].width
-            panel = panels_data.setdefault((width, sweep[0].task), {})
-            panel.setdefault(sweep[0].model, (sweep[0], []))[1].append(best["history"])
+            panel = panels_data.setdefault((0 if lra else first.width, first.task), {})
+            panel.setdefault(first.model, (first, []))[1].append(best_line(first, lines)["history"])
     models = [model for model in experiment.models if any(model in histories for histories in panels_data.values())]
     widths, tasks = sorted({width for width, _ in panels_data}), list(dict.fromkeys(task for _, task in panels_data))
     shared = {"sharex": "col", "sharey": True, "squeeze": False}
@@ -38,13 +37,13 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
                 for model, (run, histories) in panels_data.get((width, task), {}).items():
                     _draw_model(axes, histories, run, models.index(model), model_label(model))
                 length, _, pairs = task.partition("x")
-                title = f"length {length}, {pairs} pairs" if pairs else experiment.title
-                title = task.replace("_", " ") if experiment.suite == "lra" else title
+                title = f"length {length}, {pairs} pairs" if experiment.suite == "mqar" else experiment.title
+                title = task.replace("_", " ") if lra else title
                 axes.set(title=title + (f", d = {width}" if len(widths) > 1 else ""))
         split = "validation" if experiment.classifies else "test"
         figure.supylabel(f"{split} accuracy, percent", fontsize="medium")
         for axes in panels[-1]:
-            axes.set_xlabel("step" if experiment.suite == "lra" else "epoch")
+            axes.set_xlabel("step" if lra else "epoch")
         # A legend: labels at the ends of lines that stop early would be far from them.
         handles: dict[str, Any] = {}
         for axes in panels.flat:

@@ -85,13 +85,11 @@ def without_mlp(run: Run) -> bool:
 
 
 class WithDropout(nn.Module):
-    """Apply inverted dropout to embeddings and attention weights during training.
+    """Apply inverted dropout with the probabilities of DROPOUTS during training.
 
     Attributes:
-        embedding_dropout: dropout probability of the embeddings' elements.
-        attention_dropout: dropout probability of the weights of softmax attention.
-        residual_dropout: dropout probability of the outputs of mixers and MLPs.
         dropout_generator: random generator; None for PyTorch's default generator.
+        fp32_residual_connection: keep the residual stream in float32 between the blocks, whatever type the weights have.
     """
 
     def __init__(self, run: Run) -> None:
@@ -129,11 +127,7 @@ class WithDropout(nn.Module):
 
 
 class Network(WithDropout):
-    """Compute a language model's logits at some positions only.
-
-    Attributes:
-        fp32_residual_connection: keep the residual stream in float32 between the blocks, whatever type the weights have.
-    """
+    """Compute a language model's logits at some positions only."""
 
     def __init__(self, run: Run) -> None:
         config = model_config(run)
@@ -214,7 +208,6 @@ class Classifier(WithDropout):
         self.blocks = nn.ModuleList(blocks)
         self.norm = Norm(config)
         self.pairs = pairs
-        # Of two texts a and b: the means of a and b, their difference and their product.
         inputs = (4 if pairs else 1) * config.hidden_size
         self.output = build_layer(
             LayerSpec("classifier", partial(linear, config, inputs, classes)), len(specs), run.seed

@@ -78,14 +78,16 @@ def _failed(sweep: Sequence[Run], error: BaseException) -> dict[str, Any]:
 def check_sweep(runs: Sequence[Run], device: torch.device, *, graph: bool = True) -> dict[str, Any]:
     """Train the runs of one sweep for 20 steps, together and alone, with and without graphs, and compare the losses.
 
-    Returns a row of a table. `problem` is empty or names what differs. `difference`: largest relative difference of the first
-    run's losses between together with graphs and alone without. `float32`: relative difference of the first loss from plain
-    PyTorch in float32.
+    Returns a row of a table:
+        problem: what differs; empty without a difference.
+        difference: largest relative difference of the first run's losses, together with graphs against alone without.
+        float32: relative difference of the first loss from plain PyTorch in float32.
     """
     first = runs[0]
     size = batch_size(first)
-    data = {**first.data, "train_examples": STEPS * size, "test_examples": 2 * size}
-    runs = [replace(run, data=data, epochs=1) for run in runs]
+    counts = {"train_examples": STEPS * size, "validation_examples": 2 * size, "test_examples": 2 * size}
+    data = first.data | {key: count for key, count in counts.items() if key in first.data}
+    runs = [replace(run, data=data, epochs=1, epoch_steps=None) for run in runs]
     examples = prepare(runs[0], device)
     row: dict[str, Any] = {"task": first.task, "model": first.model, "width": first.width, "runs": len(runs)}
     alone = SideBySide(runs[:1], examples, device, graph=False)

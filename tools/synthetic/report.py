@@ -23,12 +23,14 @@ class Cell:
         deviation: sample standard deviation over the seeds; None for one seed.
         lr: learning rate of the first seed's best run.
         complete: whether all runs of the sweep are finished, or one has reached the target.
+        selection: mean over the seeds of the accuracy by which the best run is selected (`best_line`), a share.
     """
 
     accuracy: float
     deviation: float | None
     lr: float | None
     complete: bool
+    selection: float = 0.0
 
     def text(self) -> str:
         deviation = "" if self.deviation is None else f" ± {self.deviation:.1f}"
@@ -40,6 +42,11 @@ Cells = dict[tuple[str, str, int], Cell]
 _CAPTIONS = {
     "mad": "best test accuracy of a sweep in percent, averaged over the settings of a task",
     "lra": "test accuracy in percent at the best width and learning rate",
+}
+_SCORED = {
+    "last": "after the last epoch",
+    "least_perplexity": "after the epoch of least validation perplexity",
+    "best_validation": "after the epoch of best validation accuracy",
 }
 _LABELS = {
     "based": "Based",
@@ -74,30 +81,34 @@ def scores(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results: Res
 
 def cells_of(sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
     """Return the cell of each (task, model, width) with at least one finished run."""
-    seeds: dict[tuple[str, str, int], list[tuple[float, float, bool]]] = {}
-    expected: dict[tuple[str, str, int], int] = {}
+    best: dict[tuple[str, str, int], list[Line]] = {}
+    selections: dict[tuple[str, str, int], list[float]] = {}
+    incomplete = set()
     for sweep in sweeps:
         first = sweep[0]
         key = (first.task, first.model, first.width)
-        expected[key] = expected.get(key, 0) + 1
-        lines = results.of(sweep)
-        if lines:
-            best = best_line(first, lines)
-            seeds.setdefault(key, []).append((100 * best["accuracy"], best["lr"], not results.pending(sweep)))
-    return {
-        key: Cell(
-            statistics.mean(accuracy for accuracy, _, _ in results_of_seeds),
-            statistics.stdev(accuracy for accuracy, _, _ in results_of_seeds) if len(results_of_seeds) > 1 else None,
-            results_of_seeds[0][1],
-            len(results_of_seeds) == expected[key] and all(complete for _, _, complete in results_of_seeds),
-        )
-        for key, results_of_seeds in seeds.items()
-    }
+        if lines := results.of(sweep):
+            line = best_line(first, lines)
+            best.setdefault(key, []).append(line)
+            selections.setdefault(key, []).append(_selection(first, line))
+        if results.pending(sweep):
+            incomplete.add(key)
+    cells = {}
+    for key, lines in best.items():
+        accuracies = [100 * line["accuracy"] for line in lines]
+        deviation = statistics.stdev(accuracies) if len(lines) > 1 else None
+        selection = statistics.mean(selections[key])
+        cells[key] = Cell(statistics.mean(accuracies), deviation, lines[0]["lr"], key not in incomplete, selection)
+    return cells
 
 
 def best_line(run: Run, lines: Sequence[Line]) -> Line:
     """Return the result of a sweep: the line of best validation accuracy, or without validation set of best accuracy."""
-    return max(lines, key=lambda line: line["best_accuracy" if run.classifies else "accuracy"])
+    return max(lines, key=lambda line: _selection(run, line))
+
+
+def _selection(run: Run, line: Line) -> float:
+    return line["best_accuracy" if run.classifies else "accuracy"]
 
 
 def mad_scores(experiment: Experiment, cells: Cells, sweeps: Sequence[Sequence[Run]]) -> Cells:
@@ -121,11 +132,14 @@ def mad_scores(experiment: Experiment, cells: Cells, sweeps: Sequence[Sequence[R
 
 
 def lra_scores(experiment: Experiment, cells: Cells) -> Cells:
-    """Return the best width per task and model as width 0, with "average" of a model that has all tasks of the experiment."""
+    """Return per task and model the cell of the best width on validation, as width 0.
+
+    "average" is the mean of a model that has all tasks of the experiment.
+    """
     scores: Cells = {}
     for (task, model, _), cell in cells.items():
         best = scores.get((task, model, 0))
-        if best is None or cell.accuracy > best.accuracy:
+        if best is None or cell.selection > best.selection:
             scores[task, model, 0] = cell
     for model in dict.fromkeys(model for _, model, _ in cells):
         present = [scores[task, model, 0] for task in experiment.tasks if (task, model, 0) in scores]
@@ -150,7 +164,7 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
                 )
             )
     elif experiment.suite == "listops":
-        parts.append("Test accuracy in percent, ten classes, after the last epoch.")
+        parts.append(f"Test accuracy in percent, ten classes, {_SCORED[experiment.scored]}.")
         rows = [[_labelled(cells, model, width), cell.text()] for (_, model, width), cell in cells.items()]
         parts.append(markdown_table(["model", "accuracy"], rows))
     else:

@@ -180,9 +180,7 @@ class NotNeededError(Exception):
 class Trainer:
     """Train groups on one device. Reuse the examples of the previous group if they are equal."""
 
-    def __init__(
-        self, device: str, graph: bool, processes: int, checkpoint_folder: Path, end: float = math.inf
-    ) -> None:
+    def __init__(self, device: str, graph: bool, processes: int, checkpoint_folder: Path, end: float) -> None:
         import torch
 
         from .training import training_device

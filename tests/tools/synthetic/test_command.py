@@ -148,6 +148,7 @@ def test_invalid_arguments_are_refused_in_one_line(words: list[str], capsys: pyt
         ("mad", "mad.compression.baseline.copied=3", "tasks: compression: compression() got an unexpected"),
         ("listops", "data.vocabulary=32", "tasks: listops: vocabulary = 32: this task needs 16"),
         ("listops", "data.validation_examples=0.5", "data.validation_examples = 0.5: whole number >= 1"),
+        ("listops", "data.test_examples=.inf", "data.test_examples = Infinity: whole number >= 1"),
     ],
 )
 def test_data_that_cannot_be_generated_are_refused_before_training(
@@ -173,7 +174,7 @@ def test_failed_run_exits_with_1(words: list[str], tmp_path: Path, capsys: pytes
     errors = capsys.readouterr().err
     assert f"failed: 8x2 metala d=32 lr 0.005: ValueError: {checkpoint} cannot be read" in errors
     assert "1 runs remain" in errors
-    # What was left beside a run that has its line is no more than that.
+    # The checkpoint of a finished run is removed.
     checkpoint.rename(tmp_path / "checkpoint.pt")
     assert evaluation.main(["--suite", "mqar", *words]) == 0
     (tmp_path / "checkpoint.pt").rename(checkpoint)
@@ -185,9 +186,9 @@ def test_interrupted_experiment_resumes(words: list[str], tmp_path: Path, capsys
     rates = "lrs=[1e-3,2e-3]"
     command = [sys.executable, "eval.py", "--suite", "mqar", *words, rates, "target=null", "data.test_examples=20"]
     results = tmp_path / "out" / "results.jsonl"
-    # A run takes a second or more, so that the second is in training when the first is seen to be there.
+    # A run takes at least a second, so that the second one is in training when the first has its line.
     command += ["data.train_examples=64", "epochs=200", "evaluate_every=200"]
-    # Where the tests run in the background of a shell, children begin with interrupts ignored.
+    # A background job of a shell ignores interrupts, and its children do so, too.
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -203,8 +204,8 @@ def test_interrupted_experiment_resumes(words: list[str], tmp_path: Path, capsys
     first = results.read_text()
     assert first.count("\n") == 1
     assert evaluation.main([*command[2:], "--dry-run"]) == 0
-    left = capsys.readouterr().out
-    assert left.splitlines()[2].split()[3:6] == ["2", "1", "1"]
+    listed = capsys.readouterr().out
+    assert listed.splitlines()[2].split()[3:6] == ["2", "1", "1"]
 
 
 def test_interrupt_during_start_prints_one_sentence(words: list[str]) -> None:
@@ -341,6 +342,14 @@ def test_training_curves_show_the_best_runs(
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([6.25, 12.5, 25.0])
     last = [y for x, y in axes.collections[0].get_paths()[0].vertices if x == 3]
     assert (min(last), max(last)) == pytest.approx((20.0, 30.0))
+
+
+@pytest.mark.parametrize(
+    ("scored", "words"), [("last", "the last epoch"), ("best_validation", "the epoch of best validation accuracy")]
+)
+def test_caption_of_listops_names_the_scored_epoch(scored: str, words: str) -> None:
+    cells = {("listops", "metala", 32): Cell(50.0, None, 1e-3, True)}
+    assert f"ten classes, after {words}." in markdown(load_experiment("listops", [f"scored={scored}"]), cells)
 
 
 def test_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None:

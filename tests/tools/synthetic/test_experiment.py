@@ -1,4 +1,4 @@
-"""From YAML to runs: the papers' grids, what identifies a run, and what is refused."""
+"""Experiments: the papers' grids, ids of runs, and refused values."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_mad_is_the_paper_s_grid() -> None:
 
 @pytest.mark.parametrize("suite", ["mqar", "mad"])
 def test_every_defined_model_trains(suite: str) -> None:
-    """One step's gradient reaches every parameter, in each kind of task."""
+    """Check that one step's gradient reaches every parameter, in each kind of task."""
     experiment = load_experiment(suite)
     models = f"models=[{','.join(experiment.definitions)}]"
     more = ["data.vocabulary=64", "batch_size=4"] if suite == "mqar" else ["tasks=[in_context_recall/baseline]"]

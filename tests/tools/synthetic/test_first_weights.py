@@ -1,4 +1,4 @@
-"""With which weights the models of the generated tasks begin."""
+"""The initial weights of the models of the generated tasks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_first_weights(suite: str, task: str, model: str, expected: dict[str, fl
 
 
 def test_output_projection_has_a_bias() -> None:
-    """MAD-Lab's has one, zero at the start: in the loss, in the answers, and in training."""
+    """Check that the bias is zero at first, as in MAD-Lab, and acts on logits, loss and training."""
     network = plan_and_build([])
     bias = network.model.head.bias
     assert bias is not None

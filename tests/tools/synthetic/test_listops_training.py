@@ -73,7 +73,7 @@ def test_options_without_support_in_the_classifier_are_refused(value: str) -> No
         Classifier(runs_of(f"network.{value}")[0], CLASSES)
 
 
-def test_a_float32_residual_stream() -> None:
+def test_float32_residual_stream_of_a_classifier() -> None:
     tokens = torch.from_numpy(generate(runs_of()[0])[0].tokens[:8]).long()
     seen = [
         Classifier(runs_of(f"network.fp32_residual_connection={value}")[0], CLASSES).to(dtype).logits(tokens, None)
@@ -83,8 +83,8 @@ def test_a_float32_residual_stream() -> None:
     torch.testing.assert_close(seen[2], seen[1], rtol=0.1, atol=0.05)
 
 
-def test_the_embeddings_of_harnesses_for_long_range_arena() -> None:
-    """N(0, 1) and fixed sines, of whose sum training drops a share."""
+def test_embeddings_of_harnesses_for_long_range_arena() -> None:
+    """Check N(0, 1) embeddings plus fixed sines, with dropout on their sum in training."""
     words = ["network.first_weights=pytorch", "network.positions=sinusoidal", "network.embedding_dropout=0.25"]
     run, *_ = runs_of(*words)
     network = Classifier(run, CLASSES)

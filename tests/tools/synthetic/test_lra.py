@@ -14,10 +14,13 @@ from megatron_lite.config.files import ConfigError
 from tests.data.test_long_range_arena import write_reviews
 from tools.synthetic.batches import generate
 from tools.synthetic.classification import TASKS
-from tools.synthetic.experiment import load_experiment, plan
+from tools.synthetic.experiment import load_experiment, plan, sweeps
 from tools.synthetic.learning_curves import _draw_model
 from tools.synthetic.model_run import ModelRun
 from tools.synthetic.network import Classifier, model_config
+from tools.synthetic.preflight import check_sweep
+from tools.synthetic.report import scores
+from tools.synthetic.results import Results, result_line
 from tools.synthetic.run_checkpoint import Evaluation
 from tools.synthetic.training import _scored
 
@@ -198,3 +201,52 @@ def test_override_that_a_task_replaces_is_refused():
         load_experiment("lra", ["epochs=1", "tasks=[text]"])
     with pytest.raises(ConfigError, match=r"settings.image replaces this key"):
         load_experiment("lra", ["data.length=4", "tasks=[image]"])
+    word, place = "definitions.metala.head_dim=16", "settings.text"
+    with pytest.raises(ConfigError, match=rf"{word}: {place} replaces this key; override {place}\.{word}"):
+        load_experiment("lra", [word, "tasks=[text]"])
+
+
+def test_override_that_a_recipe_replaces_is_refused():
+    words, place = ["tasks=[text]", "models=[metala,lion_s]"], "settings.text.recipes.lion_s"
+    message = rf"settings\.text\.epochs=1: {place} replaces this key; override {place}\.epochs=1"
+    with pytest.raises(ConfigError, match=message):
+        load_experiment("lra", [*words, "settings.text.epochs=1"])
+    with pytest.raises(ConfigError, match=rf"override {place}\.network\.num_layers=1"):
+        load_experiment("lra", [*words, "settings.text.network.num_layers=1"])
+    with pytest.raises(ConfigError, match=r"weight_decays=\[1\]: recipes.metala replaces this key"):
+        load_experiment("lra", [*words[:1], "recipes.metala={weight_decays: [0.5]}", "weight_decays=[1]"])
+    recipe = load_experiment("lra", [*words, f"{place}.epochs=3"]).settings["text"].recipes["lion_s"]
+    assert recipe.epochs == 3
+    assert load_experiment("lra", [words[0], "models=[metala]", "settings.text.epochs=1"]).settings["text"].epochs == 1
+
+
+def test_best_width_is_that_of_the_best_validation_accuracy(tmp_path):
+    """The test accuracy decides nothing."""
+    experiment = load_experiment("lra", [*SMALL_PATHS, "settings.pathfinder.widths=[16,32]"])
+    grouped = sweeps(plan(experiment, "fp32"))
+    results = Results(tmp_path / "results.jsonl")
+    for (run,), validation, test in zip(grouped, (0.9, 0.8), (0.5, 0.7), strict=True):
+        results.add(result_line(run, {"accuracy": test, "best_accuracy": validation, "history": []}, {}))
+    assert scores(experiment, grouped, results)["pathfinder", "metala", 0].accuracy == 50
+
+
+def test_finished_group_reports_the_run_of_best_validation_accuracy(tmp_path, monkeypatch, capsys):
+    def train_groups(groups, *_, finished, **__):
+        shared = {"stopped": None, "graph": True, "epochs": 2, "side_by_side": 2, "steps_per_second": 3.0}
+        values = [(1e-3, 0.7, 0.3), (2e-3, 0.5, 0.6)]
+        finished(
+            groups[0], [{"lr": lr, "accuracy": test, "best_accuracy": best, **shared} for lr, test, best in values]
+        )
+        return []
+
+    monkeypatch.setattr("tools.synthetic.workers.train_groups", train_groups)
+    rates = "settings.pathfinder.lrs=[1e-3,2e-3]"
+    evaluation.main(["--suite", "lra", *SMALL_PATHS, rates, "side_by_side=2", f"output={tmp_path}", "--no-progress"])
+    assert "pathfinder metala d=16: 50.0 % at lr 0.002" in capsys.readouterr().out
+
+
+def test_check_of_a_recipe_with_short_epochs(tmp_path):
+    """Epochs of one step, 16 training examples and 20,000 validation examples become 20 batches and two batches."""
+    (run,) = plan(load_experiment("lra", [*SMALL_PATHS, "settings.pathfinder.data.validation_examples=20000"]), "fp32")
+    row = check_sweep([run], torch.device("cpu"))
+    assert row["problem"] == ""

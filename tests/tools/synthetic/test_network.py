@@ -1,4 +1,4 @@
-"""The models of runs: where they answer, what training drops, and what stands in place of an MLP."""
+"""The models of runs: labelled positions, dropout, and blocks without MLPs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,6 @@ Runs = Callable[..., list[Run]]
 
 class _StopError(Exception):
     pass
-
-
-def test_the_bias_of_the_head_is_trained_and_scored(runs: Runs) -> None:
-    (run,) = runs("network.head_bias=true")
-    network, tokens = Network(run), torch.arange(run.length)[None] % 16
-    torch.nn.init.normal_(network.model.head.bias)
-    torch.testing.assert_close(network.logits(tokens, None), network.model(tokens))
-    labels = tokens.roll(-1, 1)
-    expected = F.cross_entropy(network.model(tokens)[0], labels[0])
-    torch.testing.assert_close(network.loss(tokens, None, labels), expected)
 
 
 def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +77,7 @@ def test_dropout_of_attention(runs: Runs) -> None:
     assert isinstance(model_run.network, Network)
     tokens = torch.randint(16, (300, 8))
     shown: list[Tensor] = []
-    # Values of one 1 each, of 8 channels: what comes out of the mixer's sum are the weights.
+    # With the identity as values, the mixer's sum is the attention weights.
     mixer = model_run.network.model.blocks[0].mixer
     attend = mixer.dot_product
 
@@ -103,7 +93,7 @@ def test_dropout_of_attention(runs: Runs) -> None:
     first, same, next_epoch, whole = shown
     assert torch.equal(first, same)
     assert not torch.equal(first, next_epoch)
-    # A token sees 1 to 8 tokens, itself among them.
+    # Each token attends to itself and to all earlier ones.
     assert torch.equal(whole > 0, torch.ones(8, 8, dtype=torch.bool).tril().expand_as(whole))
     kept = first > 0
     assert kept.sum() / (whole > 0).sum() == pytest.approx(0.75, abs=0.02)
@@ -135,8 +125,8 @@ def test_invalid_dropout_is_refused(runs: Runs, key: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("changes", [[], ["network.mlp=identity"], ["network.parallel_residual=true"]])
-def test_a_float32_residual_stream(runs: Runs, changes: list[str]) -> None:
-    """Changes nothing in float32; in bf16 it takes away what rounding a sum of many blocks costs."""
+def test_float32_residual_stream_reduces_the_error_of_bf16(runs: Runs, changes: list[str]) -> None:
+    """Check also that it changes nothing in float32."""
     words = ["models=[attention]", "network.num_layers=12", *changes]
     tokens = torch.arange(64).view(8, 8) % 16
     seen: dict[tuple[bool, torch.dtype], Tensor] = {}

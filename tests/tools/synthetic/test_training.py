@@ -1,4 +1,4 @@
-"""Training side by side: it learns, it is the plain loop, and the scores are those of their definitions."""
+"""Training side by side: learning, equality with a plain loop, resumed sweeps, and scores against their definitions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def test_metala_learns_and_stops_at_the_target(runs: Runs) -> None:
 
 
 def test_runs_trained_together_equal_runs_alone(runs: Runs) -> None:
-    """And a run is the same when it is run again."""
     every = runs("lrs=[1e-3,5e-3]", "epochs=2", "data.train_examples=640", "target=null")
     examples = prepare(every[0], CPU)
     together = train_together(every, examples, CPU)
@@ -72,14 +71,14 @@ class _StopError(Exception):
 def test_resumed_sweep_equals_uninterrupted_sweep(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    for name in ("SECONDS_BETWEEN", "_MIN_TRAINING_PER_WRITING"):  # at every epoch, however long writing takes
+    for name in ("SECONDS_BETWEEN", "_MIN_TRAINING_PER_WRITING"):  # save after every epoch
         monkeypatch.setattr(f"tools.synthetic.run_checkpoint.{name}", 0.0)
     both = runs("lrs=[1e-3,5e-3]", "epochs=4", "data.train_examples=640", "target=null")
     both = [replace(run, precision=precision) for run in both]
     examples = prepare(both[0], CPU)
     expected = train_together(both, examples, CPU)
     reported: list[int] = []
-    kept: list[bytes] = []
+    saved: list[bytes] = []
 
     def until(epoch: int) -> Callable[[int, str], None]:
         def progress(steps: int, text: str) -> None:
@@ -89,10 +88,10 @@ def test_resumed_sweep_equals_uninterrupted_sweep(
 
         return progress
 
-    for epoch in (2, 4):  # at the end of which it had been kept as it was an epoch before
+    for epoch in (2, 4):  # the saved state is that of the epoch before
         with pytest.raises(_StopError):
             train_together(both, examples, CPU, progress=until(epoch), checkpoint_folder=tmp_path)
-        kept.append((tmp_path / f"{both[1].id}.pt").read_bytes())
+        saved.append((tmp_path / f"{both[1].id}.pt").read_bytes())
     reported.clear()
     result = train_together(both, examples, CPU, progress=until(0), checkpoint_folder=tmp_path)
     assert reported == [2 * 10 * 3, 2 * 10]
@@ -100,12 +99,12 @@ def test_resumed_sweep_equals_uninterrupted_sweep(
         for key in ("history", "loss", "accuracy", "perplexity", "epochs", "steps"):
             assert one[key] == other[key]
     # Runs with checkpoints of different epochs start together from the beginning.
-    (tmp_path / f"{both[1].id}.pt").write_bytes(kept[0])
+    (tmp_path / f"{both[1].id}.pt").write_bytes(saved[0])
     reported.clear()
     result = train_together(both, examples, CPU, progress=until(0), checkpoint_folder=tmp_path)
     assert reported == [2 * 10] * 4
     assert [one["history"] for one in result] == [one["history"] for one in expected]
-    # One of them alone, too, its seconds those before and after; and where it cannot be read, that is printed.
+    # One run resumes alone, and its seconds include those before. A file that cannot be read is named.
     file = tmp_path / f"{both[1].id}.pt"
     assert torch.load(file)["seconds"] > 0
     torch.save({**torch.load(file), "seconds": 1000.0}, file)
@@ -119,7 +118,7 @@ def test_resumed_sweep_equals_uninterrupted_sweep(
 
 
 def test_training_equals_a_plain_loop(runs: Runs) -> None:
-    """Whole logits, torch's cross entropy and AdamW: five steps of the same losses."""
+    """Compare five losses with those of whole logits, torch's cross entropy and AdamW."""
     (run,) = runs("data.train_examples=320", "epochs=1")
     examples = generate(run)
     losses = SideBySide([run], prepare(run, CPU), CPU).losses_of_steps(5)
@@ -171,7 +170,7 @@ def test_each_epoch_is_a_new_permutation(runs: Runs) -> None:
     steps = SideBySide([run], prepare(run, CPU), CPU)
     steps.train_epoch(0)
     taken = steps._order.flatten().tolist()
-    # What is left of the examples after whole batches waits for another epoch.
+    # The examples beyond whole batches are left out of this epoch.
     assert len(set(taken)) == len(taken) == 320
     assert set(taken) < set(range(350))
 
@@ -190,7 +189,7 @@ def test_learning_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
 
 
 def test_smaller_last_batch(runs: Runs) -> None:
-    """Every example once an epoch; the step on the rest is that of a batch of the rest."""
+    """Use every example once per epoch; the last step equals a step on the remaining examples."""
     run = replace(runs("data.train_examples=70", "epochs=2", "target=null")[0], drop_last=False)
     assert (run.steps_per_epoch, run.steps) == (2, 4)
     steps = SideBySide([run], prepare(run, CPU), CPU)
@@ -199,7 +198,6 @@ def test_smaller_last_batch(runs: Runs) -> None:
     (whole, rest) = (loss for (loss,) in steps.losses_of_steps(2))
     order = steps._order.clone()
     train = steps._train
-    short = SideBySide([replace(run, batch_size=6)], prepare(replace(run, batch_size=6), CPU), CPU)
     assert train.labels[order[1, 6:]].eq(UNLABELLED).all()
     plain = Network(run).model
     optimizer = torch.optim.AdamW(plain.parameters(), lr=run.lr, weight_decay=0.1)
@@ -210,7 +208,6 @@ def test_smaller_last_batch(runs: Runs) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert short._order.shape == (12, 6)
 
 
 def test_weight_decay_of_all_or_of_matrices(runs: Runs) -> None:
@@ -256,7 +253,7 @@ def test_test_examples_differ_from_training_examples(runs: Runs) -> None:
     for run in (runs()[0], *plan(load_experiment("mad", words), "fp32")):
         train, test = generate(run)
         assert [len(train.tokens), len(test.tokens)] == [run.data["train_examples"], run.data["test_examples"]]
-        # Sets of one size would be drawn alike from one seed.
+        # Sets of equal size must not be equal.
         train, test = generate(replace(run, data={**run.data, "train_examples": 200, "test_examples": 200}))
         assert (train.tokens != test.tokens).any(1).mean() > 0.5
 
@@ -334,7 +331,7 @@ def test_macro_accuracy_is_the_mean_over_classes() -> None:
     counted = labels != UNLABELLED
     mean, batches = _macro_accuracy(answers, labels, (answers == labels) & counted, counted, 9).tolist()
     expected = [((answers == c) & (labels == c)).sum() / (labels == c).sum() for c in (0, 1, 2, 4)]
-    # Class 7 is answered and never right; 3, 5, 6 and 8 do not occur.
+    # Class 7 is predicted and never right; 3, 5, 6 and 8 do not occur.
     assert mean == pytest.approx(float(sum(expected)) / 5)
     assert batches == 1
 

@@ -1,4 +1,4 @@
-"""Results that grow by whole lines, runs over processes, and what happens when something breaks."""
+"""The results file, groups of runs over processes, failures, and the time limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_incomplete_last_line_is_removed(runs: Runs, tmp_path: Path) -> None:
         results.add(line(first))
         results.add(line(second))
     whole = path.read_bytes()
-    # Longer than the line that is written in its place.
+    # The incomplete line is longer than the line that replaces it.
     path.write_bytes(whole[:-20] + b" " * 5000)
     again = Results(path)
     assert list(again.lines) == [first.id]
@@ -48,7 +48,7 @@ def test_incomplete_last_line_is_removed(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_lines_of_other_processes_are_kept(runs: Runs, tmp_path: Path) -> None:
-    """`cat a/results.jsonl >> b/results.jsonl` while b is written; or the file is put away."""
+    """Append a line while the file is written, as `cat a/results.jsonl >> b/results.jsonl` does, and move the file away."""
     first, second, third = runs("lrs=[1e-3,2e-3,3e-3]")
     path = tmp_path / "results.jsonl"
     results = Results(path)
@@ -90,14 +90,14 @@ def test_pending_runs_of_a_sweep(runs: Runs, tmp_path: Path) -> None:
     results = Results(tmp_path / "results.jsonl")
     assert [len(group.runs) for group in groups_of(grouped, results, None)] == [3, 3]
     assert [len(group.runs) for group in groups_of(grouped, results, 2)] == [2, 1, 2, 1]
-    # Row by row, and enough for all workers.
+    # Groups are in the order of the table's rows, and split until every worker has one.
     assert [group.runs[0].width for group in groups_of(grouped, results, None)] == [16, 32]
     shared = groups_of(grouped, results, None, 4)
     assert [(group.runs[0].width, len(group.runs)) for group in shared] == [(16, 3), (32, 1), (32, 1), (32, 1)]
     assert {run.id for group in shared for run in group.runs} == {run.id for sweep in grouped for run in sweep}
     assert [len(group.runs) for group in groups_of(grouped, results, None, 99)] == [1] * 6
     results.add(line(grouped[0][1], 0.98))
-    results.add(line(grouped[1][2], 0.5, best=0.99))  # by whichever evaluation, the scored one or not
+    results.add(line(grouped[1][2], 0.5, best=0.99))  # reached before the scored evaluation
     (group,) = groups_of(grouped, results, None)
     assert group.runs == (grouped[0][0], grouped[0][2])
     assert group.sweep == tuple(grouped[0])
@@ -127,7 +127,7 @@ def train(groups: list[Group], results: Results, devices: list[str]) -> tuple[li
 
 
 def test_finished_runs_are_skipped_and_progress_adds_up(runs: Runs, tmp_path: Path) -> None:
-    """Also over the runs of a sweep that were not needed any more."""
+    """Count the steps of runs that are no longer needed, too."""
     grouped = sweeps(runs(*QUICK, "data.train_examples=640", "lrs=[5e-3,1e-2]", "target=0.01"))
     results = Results(tmp_path / "results.jsonl")
     groups = groups_of(grouped, results, 1)
@@ -144,7 +144,7 @@ def test_several_processes_give_the_results_of_one(runs: Runs, tmp_path: Path) -
         groups = groups_of(grouped, results, None)
         assert train(groups, results, devices) == ([], sum(group.steps for group in groups))
         keys = ("accuracy", "history", "loss", "steps", "parameters", "data", "network")
-        result.append({i: [own[key] for key in keys] for i, own in results.lines.items()})
+        result.append({i: [line[key] for key in keys] for i, line in results.lines.items()})
     assert len(result[0]) == 4
     assert result[0] == result[1]
 
@@ -167,7 +167,7 @@ def test_target_ends_the_sweep_in_all_processes(runs: Runs, tmp_path: Path) -> N
 
 
 class _EndsTheProcess(dict[str, Any]):
-    """Unpickled by a worker, it ends it, as the kernel does where memory is short."""
+    """End the worker that unpickles it, as the kernel does when memory is short."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os._exit, (9,)
@@ -190,7 +190,7 @@ def test_a_failed_group_is_reported_and_the_others_continue(runs: Runs, tmp_path
 
 
 def test_time_limit_stops_training(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save in every process at the end of an epoch, from where the run goes on."""
+    """Check that every process saves at the end of an epoch, and that the run resumes there."""
     long = runs("epochs=100000", "target=null", "widths=[16,32]")
     results = Results(tmp_path / "results.jsonl")
     groups = [Group((run,), (run,)) for run in long]
@@ -216,7 +216,7 @@ def test_time_limit_stops_training(runs: Runs, tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in (tmp_path / "unfinished").iterdir()] == [f"{long[0].id}.pt"]
     (resumed,) = [text for text in reported if "resumes" in text]
     assert resumed == f"8x2 metala d=16 resumes after epoch {reported.index(resumed)}"
-    # The last epoch is the end, whenever it is over.
+    # A run that is past its last epoch is complete, also after the time limit.
     (short,) = runs(*QUICK)
     result = train_together([short], prepare(short, torch.device("cpu")), torch.device("cpu"), end=0.0)
     assert result[0]["epochs"] == 1
@@ -238,7 +238,10 @@ def test_finished_run_has_no_checkpoint(runs: Runs, tmp_path: Path, monkeypatch:
     (run,) = runs("data.train_examples=128", "data.test_examples=64", "epochs=3", "target=null")
     seen: list[list[Path]] = []
     results = Results(tmp_path / "results.jsonl")
-    look = lambda steps, text: seen.append([*tmp_path.glob("unfinished/*")])  # noqa: E731
+
+    def look(steps: int, text: str) -> None:
+        seen.append([*tmp_path.glob("unfinished/*")])
+
     assert train_groups([Group((run,), (run,))], results, ["cpu"], progress=look) == []
     assert [path.name for path in seen[-2]] == [f"{run.id}.pt"]
     assert [*tmp_path.glob("unfinished/*")] == []
