@@ -221,7 +221,7 @@ def test_override_that_a_recipe_replaces_is_refused():
 
 
 def test_best_width_is_that_of_the_best_validation_accuracy(tmp_path):
-    """The test accuracy decides nothing."""
+    """Check that the test accuracy does not select the width."""
     experiment = load_experiment("lra", [*SMALL_PATHS, "settings.pathfinder.widths=[16,32]"])
     grouped = sweeps(plan(experiment, "fp32"))
     results = Results(tmp_path / "results.jsonl")
@@ -246,7 +246,7 @@ def test_finished_group_reports_the_run_of_best_validation_accuracy(tmp_path, mo
 
 
 def test_check_of_a_recipe_with_short_epochs(tmp_path):
-    """Epochs of one step, 16 training examples and 20,000 validation examples become 20 batches and two batches."""
+    """Check an experiment with epochs of one step, fewer examples than 20 batches and many validation examples."""
     (run,) = plan(load_experiment("lra", [*SMALL_PATHS, "settings.pathfinder.data.validation_examples=20000"]), "fp32")
     row = check_sweep([run], torch.device("cpu"))
     assert row["problem"] == ""
