@@ -16,26 +16,28 @@ from typing import Any
 
 import pytest
 
+from tests.parity.launch import free_port
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """Write a hundred short documents of a toy language."""
-    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
-    write_corpus(path)
-    return path
+    """Return the file of `write_corpus`."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def write_corpus(path: Path) -> None:
-    """Write a hundred short documents of a toy language."""
-    draw = random.Random(0)
+def write_corpus(folder: Path) -> Path:
+    """Write a hundred short documents of a toy language into `folder`, which is made; return the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, draw = folder / "toy.jsonl", random.Random(0)
     words = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
     lines = [
         json.dumps({"text": " ".join(draw.choice(words) for _ in range(draw.randint(20, 60))) + "."})
         for _ in range(100)
     ]
     path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 @pytest.fixture
@@ -89,6 +91,19 @@ def environment() -> dict[str, str]:
     """Return the environment of child processes, without variables of this process's launcher."""
     variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**variables, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    """Return the beginning of the command of a run with `ranks` processes."""
+    command = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    return [sys.executable, "-m", *command, *options]
+
+
+def output_of(process: subprocess.Popen[str], status: int | None = 0) -> str:
+    """Wait for the end of a process and return its output. Require this exit status; None: any but 0."""
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == status if status is not None else process.returncode, output
+    return output
 
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 240) -> Any:

@@ -207,7 +207,7 @@ def test_second_run_in_the_folder_of_a_live_run_is_refused_and_changes_nothing(a
 def test_second_run_with_the_checkpoint_folder_of_a_live_run_is_refused(arguments, tmp_path, capsys, name):
     """`other/checkpoints` is the default folder of a run in `other`."""
     folder, statuses = tmp_path / name, []
-    of_first = {} if name.startswith("other") else {"checkpoint.directory": folder}
+    settings = {} if name.startswith("other") else {"checkpoint.directory": folder}
     second = arguments("second", **{"checkpoint.directory": folder, "checkpoint.resume": "never"})
 
     def save_due(trainer):
@@ -217,7 +217,7 @@ def test_second_run_with_the_checkpoint_folder_of_a_live_run_is_refused(argument
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_save_due", save_due)
-        assert train.main(arguments("other", **of_first, **{"schedule.train_steps": 2})) == 0
+        assert train.main(arguments("other", **settings, **{"schedule.train_steps": 2})) == 0
     assert statuses == [1]
     message = f"checkpoint.directory = {folder} is in use by a run that is alive ({socket.gethostname()}, "
     assert message in capsys.readouterr().err

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import train
 from megatron_lite.checkpoint import reader as checkpoint
-from tests.cli.conftest import ROOT, assert_same_run, environment, run_words
+from tests.cli.conftest import ROOT, assert_same_run, environment, run_words, torchrun
 from tests.cli.test_images import words as image_words
 from tests.cli.test_images import write_images
-from tests.parity.launch import free_port, train_in_turn
+from tests.parity.launch import train_in_turn
 
 SETTINGS = {"optimizer.lr": 1e-4, "evaluation.interval": 4}
 LONGER = {**SETTINGS, "schedule.train_steps": 12, "schedule.decay_steps": 8}
@@ -80,10 +79,7 @@ def test_layout_for_more_processes_than_started_is_refused_before_anything_is_wr
 
 
 def test_error_on_the_main_process_ends_all_processes(arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    words = arguments(**{"data.corpus": "nowhere.jsonl"})
-    done = subprocess.run(
-        [*command, "train.py", *words], cwd=ROOT, text=True, capture_output=True, timeout=240, env=environment()
-    )
+    command = [*torchrun(2), "train.py", *arguments(**{"data.corpus": "nowhere.jsonl"})]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=240, env=environment())
     assert done.returncode != 0
     assert "nowhere.jsonl" in done.stderr

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, arguments, corpus, environment, train_lines, wait_for
-from tests.parity.launch import free_port
+from tests.cli.conftest import ROOT, arguments, corpus, environment, torchrun, train_lines, wait_for
 
-__all__ = ["arguments", "corpus", "launch", "reached", "worker"]
+__all__ = ["arguments", "corpus", "launch", "pid_of_rank", "wait_for_step"]
 
 Launch = Callable[..., "subprocess.Popen[str]"]
 
@@ -25,9 +23,8 @@ def launch() -> Iterator[Launch]:
     started: list[subprocess.Popen[str]] = []
 
     def start(words: list[str], *program: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        command = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *options]
         process = subprocess.Popen(
-            [sys.executable, "-m", *command, *(program or ("train.py",)), *words],
+            [*torchrun(2, *options), *(program or ("train.py",)), *words],
             cwd=ROOT,
             text=True,
             stdout=subprocess.PIPE,
@@ -45,7 +42,7 @@ def launch() -> Iterator[Launch]:
             process.communicate()
 
 
-def worker(agent: subprocess.Popen[str], rank: int) -> int:
+def pid_of_rank(agent: subprocess.Popen[str], rank: int) -> int:
     """Return the process id of a rank."""
     for pid in _children(agent.pid):
         if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -53,7 +50,7 @@ def worker(agent: subprocess.Popen[str], rank: int) -> int:
     pytest.fail(f"torchrun {agent.pid} has no rank {rank}")
 
 
-def reached(agent: subprocess.Popen[str], run: Path, step: int) -> None:
+def wait_for_step(agent: subprocess.Popen[str], run: Path, step: int) -> None:
     """Wait until the run has logged the step."""
     file = run / "metrics.jsonl"
     wait_for(lambda: file.exists() and file.read_bytes().endswith(b"\n") and len(train_lines(run)) >= step, agent)

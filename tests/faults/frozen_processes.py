@@ -22,9 +22,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
     Returns:
         Counts; `killed_by_a_pause`, `not_named` and `orphans` must be 0.
     """
-    draw, corpus = random.Random(seed), folder / "toy.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_corpus(corpus)
+    draw, corpus = random.Random(seed), write_corpus(folder)
     counts = {"runs": 0, "survived_a_pause": 0, "killed_by_a_pause": 0, "named": 0, "not_named": 0, "orphans": 0}
     for number in range(count):
         name = f"frozen{number}"

@@ -37,7 +37,7 @@ from tools import convert_hf, generate
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """Hold the exit status of a command (None after an exception), its output and a digest of its result."""
 
     status: int | None
@@ -46,36 +46,36 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Hold a folder to damage, the commands that read it, and their answers for an undamaged copy."""
+class Target:
+    """Hold a folder to damage, the commands that read it, and their results for an undamaged copy."""
 
     name: str
     original: Path
     copy: Path
-    commands: tuple[Callable[[], Answer], ...]
-    expected: tuple[Answer, ...]
+    commands: tuple[Callable[[], CommandResult], ...]
+    expected: tuple[CommandResult, ...]
     has_hashes: bool = True
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
     """Damage `count` files in a new `folder` and return the counts. The same seed damages the same bytes."""
     draw = random.Random(seed)
-    subjects = _subjects(folder)
+    targets = _targets(folder)
     counts = {"cases": count} | dict.fromkeys((REFUSED, HARMLESS, UNHASHED, *FAILURES), 0)
     for number in range(count):
-        subject = subjects[number % len(subjects)]
-        _copy(subject)
-        file = choose(subject.copy, draw)
+        target = targets[number % len(targets)]
+        _copy(target)
+        file = choose(target.copy, draw)
         change = damage(file, draw)
         category = ""
-        for command, expected in zip(subject.commands, subject.expected, strict=True):
-            answer = command()
-            category = judge(answer, expected, file)
-            if category == SILENT and not subject.has_hashes:
+        for command, expected in zip(target.commands, target.expected, strict=True):
+            result = command()
+            category = judge(result, expected, file)
+            if category == SILENT and not target.has_hashes:
                 category = UNHASHED
             if category in FAILURES:
-                name = f"{subject.name}/{file.relative_to(subject.copy)}"
-                record_failure(folder, case=number, outcome=category, file=name, damage=change, output=answer.output)
+                name = f"{target.name}/{file.relative_to(target.copy)}"
+                record_failure(folder, case=number, outcome=category, file=name, damage=change, output=result.output)
             if category != HARMLESS:
                 break
         counts[category] += 1
@@ -110,66 +110,64 @@ def damage(file: Path, draw: random.Random) -> str:
     return f"{length} bytes from {place} on: {original[:16]!r} became {bytes(content[place : place + length][:16])!r}"
 
 
-def judge(answer: Answer, expected: Answer, file: Path) -> str:
+def judge(result: CommandResult, expected: CommandResult, file: Path) -> str:
     """Return the outcome of a command after damage to `file`."""
-    if answer.status is None:
+    if result.status is None:
         return TRACEBACK
-    if answer.status != expected.status:
-        return REFUSED if file.name in answer.output else UNNAMED
-    return HARMLESS if answer.digest == expected.digest else SILENT
+    if result.status != expected.status:
+        return REFUSED if file.name in result.output else UNNAMED
+    return HARMLESS if result.digest == expected.digest else SILENT
 
 
-def _subjects(folder: Path) -> list[Subject]:
-    folder.mkdir(parents=True, exist_ok=True)
-    corpus = folder / "toy.jsonl"
-    write_corpus(corpus)
+def _targets(folder: Path) -> list[Target]:
+    corpus = write_corpus(folder)
     copy, imported = folder / "case" / "run", folder / "case" / "imported"
     settings = {"evaluation.sample_tokens": 0, "logging.progress_bar": "false", "schedule.decay_steps": 8}
     words = run_words(corpus, copy.parent, "run", **settings)
     export = folder / "case" / "export"
-    _started(lambda: train.main([*words, "schedule.train_steps=6"]))
-    exported = _started(lambda: convert_hf.main(["export", str(copy), str(export), "--text", str(corpus)]))
+    _run_command(lambda: train.main([*words, "schedule.train_steps=6"]))
+    exported = _run_command(lambda: convert_hf.main(["export", str(copy), str(export), "--text", str(corpus)]))
     assert exported.status == 0, exported.output
 
-    def trained() -> Answer:
-        answer = _started(lambda: train.main([*words, "schedule.train_steps=7"]))
+    def trained() -> CommandResult:
+        result = _run_command(lambda: train.main([*words, "schedule.train_steps=7"]))
         manifest = copy / "checkpoints" / "step_00000007" / "manifest.json"
-        return Answer(answer.status, answer.output, _digest_of_manifest(manifest) if answer.status == 0 else "")
+        return CommandResult(result.status, result.output, _digest_of_manifest(manifest) if result.status == 0 else "")
 
-    def generated() -> Answer:
-        return _started(lambda: generate.main([str(copy), "--prompt", "state", "--greedy", "--max-tokens", "8"]))
+    def generated() -> CommandResult:
+        return _run_command(lambda: generate.main([str(copy), "--prompt", "state", "--greedy", "--max-tokens", "8"]))
 
-    def imports() -> Answer:
+    def imports() -> CommandResult:
         shutil.rmtree(imported, ignore_errors=True)
-        answer = _started(lambda: convert_hf.main(["import", str(export), str(imported)]))
-        if answer.status != 0:
-            return answer
+        result = _run_command(lambda: convert_hf.main(["import", str(export), str(imported)]))
+        if result.status != 0:
+            return result
         step = imported / "checkpoints" / "step_00000000"
         rest = [step / "config.yml", *sorted((imported / "tokenizer").iterdir())]
         content = b"".join(path.read_bytes() for path in rest)
         digest = _digest_of_manifest(step / "manifest.json") + hashlib.sha256(content).hexdigest()
-        return Answer(answer.status, answer.output, digest)
+        return CommandResult(result.status, result.output, digest)
 
-    subjects = []
+    targets = []
     for name, place, commands in (("run", copy, (generated, trained)), ("export", export, (imports,))):
         original = folder / f"original-{name}"
         shutil.copytree(place, original)
-        subject = Subject(name, original, place, commands, ())
+        target = Target(name, original, place, commands, ())
         expected = []
         for command in commands:
-            _copy(subject)
+            _copy(target)
             expected.append(command())
             assert expected[-1].status == 0, expected[-1].output
         earlier = folder / f"earlier-{name}"
         shutil.copytree(original, earlier, ignore=shutil.ignore_patterns("SHA256SUMS"))
-        subjects.append(Subject(name, original, place, commands, tuple(expected)))
-        subjects.append(Subject(f"earlier {name}", earlier, place, commands, tuple(expected), has_hashes=False))
-    return subjects
+        targets.append(Target(name, original, place, commands, tuple(expected)))
+        targets.append(Target(f"earlier {name}", earlier, place, commands, tuple(expected), has_hashes=False))
+    return targets
 
 
-def _copy(subject: Subject) -> None:
-    shutil.rmtree(subject.copy, ignore_errors=True)
-    shutil.copytree(subject.original, subject.copy)
+def _copy(target: Target) -> None:
+    shutil.rmtree(target.copy, ignore_errors=True)
+    shutil.copytree(target.original, target.copy)
 
 
 def _digest_of_manifest(file: Path) -> str:
@@ -180,7 +178,7 @@ def _digest_of_manifest(file: Path) -> str:
     return hashlib.sha256(json.dumps([state, files], sort_keys=True).encode()).hexdigest()
 
 
-def _started(command: Callable[[], int]) -> Answer:
+def _run_command(command: Callable[[], int]) -> CommandResult:
     """Run a command line in this process. Its standard output serves as the digest of a command that writes no file."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
@@ -190,5 +188,5 @@ def _started(command: Callable[[], int]) -> Answer:
         except KeyboardInterrupt:
             raise
         except BaseException:  # a panic of a Rust library is no Exception
-            return Answer(None, err.getvalue() + traceback.format_exc())
-    return Answer(status, out.getvalue() + err.getvalue(), out.getvalue())
+            return CommandResult(None, err.getvalue() + traceback.format_exc())
+    return CommandResult(status, out.getvalue() + err.getvalue(), out.getvalue())

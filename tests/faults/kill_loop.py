@@ -37,9 +37,7 @@ def run(count: int, seed: int, folder: Path, *, ranks: tuple[int, ...] = (1, 2))
         Counts; `different`, `orphans` and `lost_more_than_an_interval` must be 0. `starts_checked` counts the starts after a
         kill whose output names the step that they resume from; the others were killed earlier.
     """
-    draw, corpus = random.Random(seed), folder / "toy.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_corpus(corpus)
+    draw, corpus = random.Random(seed), write_corpus(folder)
     names = ("kills", "runs", "equal", "different", "orphans", "starts_checked", "lost_more_than_an_interval")
     counts = dict.fromkeys(names, 0)
     while counts["kills"] < count:

@@ -40,9 +40,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
     Returns:
         Counts; `recovered` must equal `losses`, and `slow_to_end` and `other_result` must be 0.
     """
-    draw, corpus = random.Random(seed), folder / "toy.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_corpus(corpus)
+    draw, corpus = random.Random(seed), write_corpus(folder)
     assert train.main(run_words(corpus, folder, "alone", **SETTINGS)) == 0
     counts = {"losses": 0, "recovered": 0, "other_result": 0, "slow_to_end": 0}
     for number in range(count):
@@ -53,13 +51,13 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
             step = draw.randint(8, 30)
             first, second = run_of_two.start(0), run_of_two.start(1)
             second.wait_until(lambda run=folder / name, step=step: last_step(run) >= step, 180)
-            _cut(machines[0], "down")
+            _set_link(machines[0], "down")
             first.signal(signal.SIGKILL, first.processes())
             counts["losses"] += 1
             if not run_of_two.external:
                 counts["slow_to_end"] += bool(second.wait_for_all(END_SECONDS))
                 second = None
-            _cut(machines[0], "up")
+            _set_link(machines[0], "up")
             commands = [run_of_two.start(0), second or run_of_two.start(1)]
             for command in commands:
                 command.wait_for_all(240)
@@ -107,7 +105,7 @@ class _Run:
         return self._stack.enter_context(StartedCommand(command, log, **self._variables, **where))
 
 
-def _cut(machine: Machine, state: str) -> None:
+def _set_link(machine: Machine, state: str) -> None:
     """Set the link of a machine down or up; a machine without a namespace loses its processes alone."""
     if machine.prefix:
         words = ["ip", "-n", machine.prefix[-1], "link", "set", machine.interface, state]

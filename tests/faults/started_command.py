@@ -13,8 +13,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.cli.conftest import ROOT, environment
-from tests.parity.launch import free_port
+from tests.cli.conftest import ROOT, environment, torchrun
 
 _MARK = "METALION_FAULT_TEST"
 _MONITOR = b"stack_monitor"
@@ -23,8 +22,7 @@ _MONITOR = b"stack_monitor"
 def training_command(words: list[str], *, ranks: int = 1, slow: bool = True) -> list[str]:
     """Return the command of a run, by torchrun if `ranks` > 1. `slow`: each forward pass takes 20 ms more."""
     program = ["-m", "tests.faults.inject", "crawl", "-1", "1"] if slow else ["train.py"]
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
-    return [sys.executable, *(launcher if ranks > 1 else []), *program, *words]
+    return [*(torchrun(ranks) if ranks > 1 else [sys.executable]), *program, *words]
 
 
 def last_step(folder: Path) -> int:

@@ -16,9 +16,9 @@ from megatron_lite.fault_tolerance.rank_consistency import (
     file_facts,
     rank_words,
 )
-from tests.cli.conftest import ROOT
+from tests.cli.conftest import ROOT, output_of
 
-SHELL = ("--no-python", "bash", "-c")
+SHELL, SHELL_OPTIONS = ("bash", "-c"), ("--no-python",)
 
 
 def test_different_configuration_and_checkout_are_named(launch, arguments, tmp_path):
@@ -29,9 +29,8 @@ def test_different_configuration_and_checkout_are_named(launch, arguments, tmp_p
     with open(copy / "models" / "layers" / "mlp.py", "a") as file:
         file.write("\n# an older version\n")
     script = f'[ $RANK = 0 ] || {{ cd {copy}; set -- "$@" run.seed=7; }}; exec {sys.executable} train.py "$@"'
-    agent = launch(arguments(), *SHELL[1:], script, "train", options=SHELL[:1])
-    output, _ = agent.communicate(timeout=240)
-    assert agent.returncode != 0
+    agent = launch(arguments(), *SHELL, script, "train", options=SHELL_OPTIONS)
+    output = output_of(agent, None)
     assert "error: the processes of this run differ; nothing was started" in output
     assert re.search(r"configuration: run\.seed: rank 0 \(\S+\) 1234; rank 1 \(\S+\) 7\n", output)
     assert re.search(
@@ -49,9 +48,8 @@ def test_different_data_under_the_same_name_are_named(launch, arguments, tmp_pat
                 writer.add_document(draw.integers(0, 256, 100))
     script = f'cd {tmp_path}/disk$RANK; exec {sys.executable} {ROOT}/train.py "$@"'
     words = [word for word in arguments(**{"data.train": "text"}) if not word.startswith("data.corpus")]
-    agent = launch([*words, "data.corpus=null"], *SHELL[1:], script, "train", options=SHELL[:1])
-    output, _ = agent.communicate(timeout=240)
-    assert agent.returncode != 0
+    agent = launch([*words, "data.corpus=null"], *SHELL, script, "train", options=SHELL_OPTIONS)
+    output = output_of(agent, None)
     assert re.search(
         r"data: text\.bin: rank 0 \(\S+\) 4,000 bytes, SHA-256 \w{12}; rank 1 \(\S+\) 4,000 bytes, SHA", output
     )

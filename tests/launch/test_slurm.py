@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, assert_same_run, train_lines, wait_for
+from tests.cli.conftest import ROOT, assert_same_run, output_of, train_lines, wait_for
 from tests.cli.conftest import environment as clean_environment
 from tests.parity.launch import free_port
 
@@ -48,14 +48,25 @@ esac
 """
 
 
+def write_program(path: Path, text: str) -> str:
+    """Write an executable script; return its path."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def fake_python(folder: Path, script: str) -> str:
+    """Write a bash script that stands in for Python; return its path."""
+    return write_program(folder / "python", f"#!/usr/bin/env bash\n{script}\n")
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Return the environment of a SLURM job of two tasks on one machine, with the two commands in PATH."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
+        write_program(commands / name, text)
     return {
         **clean_environment(),
         "PATH": f"{commands}:{os.environ['PATH']}",
@@ -71,7 +82,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def job(environment: dict[str, str], tmp_path: Path):
-    """Return a function that starts the batch script in a copy of the project's root."""
+    """Return a function that starts the batch script in a folder with links to the project's files."""
     folder = tmp_path / "project"
     folder.mkdir()
     for name in ("train.py", "configs", "data", "megatron_lite", "models", "tools"):
@@ -102,15 +113,13 @@ def test_job_stops_before_its_time_limit_is_requeued_and_resumes(job, arguments,
     first = job(*words)
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(train_lines(run)) >= 2, first)
     first.send_signal(signal.SIGUSR1)  # as #SBATCH --signal=B:USR1@300 does
-    output, _ = first.communicate(timeout=240)
-    assert first.returncode == 0, output
+    output = output_of(first)
     done = len(train_lines(run))
     if done < 8:
         assert "stopped after step" in output
     assert requeued(tmp_path) == ["4711"]
     second = job(*words)
-    output, _ = second.communicate(timeout=240)
-    assert second.returncode == 0, output
+    output = output_of(second)
     assert requeued(tmp_path) == ["4711"]  # a complete run is not requeued
     assert_same_run(run, alone)
     manifest = json.loads((run / "checkpoints" / "step_00000008" / "manifest.json").read_text())
@@ -118,12 +127,10 @@ def test_job_stops_before_its_time_limit_is_requeued_and_resumes(job, arguments,
 
 
 def test_crash_is_requeued_up_to_a_limit_and_a_wrong_configuration_is_not(job, environment, tmp_path):
-    fake = tmp_path / "python"
-    fake.write_text('#!/usr/bin/env bash\necho "rank $RANK of $WORLD_SIZE, local $LOCAL_RANK: $*"; exit "$CODE"\n')
-    fake.chmod(0o755)
+    fake = fake_python(tmp_path, 'echo "rank $RANK of $WORLD_SIZE, local $LOCAL_RANK: $*"; exit "$CODE"')
 
     def end(code: int) -> tuple[int, str]:
-        process = job("a=1", "b=two words", PYTHON=str(fake), CODE=str(code), MAX_CRASHES="2")
+        process = job("a=1", "b=two words", PYTHON=fake, CODE=str(code), MAX_CRASHES="2")
         output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
@@ -142,47 +149,34 @@ def test_crash_is_requeued_up_to_a_limit_and_a_wrong_configuration_is_not(job, e
 
 
 def test_crash_during_a_stop_for_the_time_limit_is_counted(job, tmp_path):
-    fake = tmp_path / "python"
-    fake.write_text('#!/usr/bin/env bash\ntrap "exit 7" USR1\ntouch ready-$RANK\nwhile :; do sleep 0.05; done\n')
-    fake.chmod(0o755)
-    process = job(PYTHON=str(fake))
+    fake = fake_python(tmp_path, 'trap "exit 7" USR1\ntouch ready-$RANK\nwhile :; do sleep 0.05; done')
+    process = job(PYTHON=fake)
     wait_for(lambda: len(list((tmp_path / "project").glob("ready-*"))) == 2, process)
     process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    output = output_of(process)
     assert "status 7, crash 1 of at most 3" in output
     assert requeued(tmp_path) == ["4711"]
 
 
 def test_job_fails_if_slurm_refuses_to_requeue_it(job, tmp_path):
-    fake = tmp_path / "python"
-    fake.write_text("#!/usr/bin/env bash\nexit 7\n")
-    fake.chmod(0o755)
-    process = job(PYTHON=str(fake), NO_REQUEUE="1")
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 1, output
+    fake = fake_python(tmp_path, "exit 7")
+    process = job(PYTHON=fake, NO_REQUEUE="1")
+    output = output_of(process, 1)
     assert "scontrol requeue failed: give the same sbatch command again" in output
 
 
 def test_processes_get_the_cores_of_the_job(job, tmp_path):
     """Set SRUN_CPUS_PER_TASK, the only variable that srun 22.05 and later reads."""
-    fake = tmp_path / "python"
-    fake.write_text('#!/usr/bin/env bash\necho "cores ${SRUN_CPUS_PER_TASK:-}, threads $OMP_NUM_THREADS"\n')
-    fake.chmod(0o755)
-    process = job(PYTHON=str(fake), SLURM_CPUS_PER_TASK="6", OMP_NUM_THREADS="")
-    output, _ = process.communicate(timeout=240)
-    assert output.count("cores 6, threads 6") == 2
+    fake = fake_python(tmp_path, 'echo "cores ${SRUN_CPUS_PER_TASK:-}, threads $OMP_NUM_THREADS"')
+    process = job(PYTHON=fake, SLURM_CPUS_PER_TASK="6", OMP_NUM_THREADS="")
+    assert output_of(process).count("cores 6, threads 6") == 2
 
 
 def test_refused_configuration_is_no_crash_although_a_slower_process_is_killed(job, tmp_path):
-    fake = tmp_path / "python"
-    fake.write_text(f'#!/usr/bin/env bash\n[[ $RANK == 0 ]] && exec {sys.executable} "$@"\nexec sleep 60\n')
-    fake.chmod(0o755)
+    fake = fake_python(tmp_path, f'[[ $RANK == 0 ]] && exec {sys.executable} "$@"\nexec sleep 60')
     for word in ("model.num_heads=5", "--no-such-option"):
-        process = job(word, PYTHON=str(fake))
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 2, output
-        assert "error: " in output
+        process = job(word, PYTHON=fake)
+        assert "error: " in output_of(process, 2)
     assert requeued(tmp_path) == []
     assert not list((tmp_path / "project").glob("*.crashes"))
 
