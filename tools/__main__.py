@@ -7,7 +7,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from tools.cli.arguments import command, refused
+from tools.cli.arguments import command
 
 # Job: the program, its first arguments, and one sentence. `metalion JOB ...` equals `python -m PROGRAM ARGUMENTS ...`.
 JOBS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -37,24 +37,20 @@ JOBS: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a job with its arguments, or print the list of jobs. Returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
-        return _print_overview()
+        print(overview())
+        return 0
     if words[0] not in JOBS:
         near = difflib.get_close_matches(words[0], JOBS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        return refused(ValueError(f"{words[0]} is not a job: {hint}metalion --help lists the jobs"))
+        raise ValueError(f"{words[0]} is not a job: {hint}metalion --help lists the jobs")
     program, first, _ = JOBS[words[0]]
     sys.argv = [program, *first, *words[1:]]
     runpy.run_module(program, run_name="__main__", alter_sys=True)
-    return 0
-
-
-@command
-def _print_overview(arguments: Sequence[str] | None = None) -> int:
-    print(overview())
     return 0
 
 
@@ -63,8 +59,8 @@ def overview() -> str:
     lines = ["usage: metalion JOB ...     (without installation: python -m tools JOB ...)", "", "jobs:"]
     for name, (program, first, sentence) in JOBS.items():
         start = f"python -m {program}" if "." in program else f"python {program}.py"
-        lines.append(f"  {name:<21}{sentence}")
-        lines.append(f"  {'':<21}= {' '.join([start, *first])}")
+        lines.append(f"  {name:<22}{sentence}")
+        lines.append(f"  {'':<22}= {' '.join([start, *first])}")
     return "\n".join([*lines, "", "metalion JOB --help describes a job. On several GPUs: torchrun ... train.py"])
 
 

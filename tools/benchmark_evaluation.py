@@ -8,7 +8,6 @@ For a side that --limit-minutes stops, the time of the rest is estimated.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -17,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import write_text
-from tools.cli.arguments import above_zero, command, command_line, positive
+from data.atomic_io import write_json
+from tools.cli.arguments import above_zero, check_writable, command, command_line, positive
 from tools.evaluation.full_size_sets import write_whole_sets
 from tools.reporting.tables import printed_table
 
@@ -32,16 +31,16 @@ examples:
 
 @dataclass(frozen=True)
 class Timing:
-    """Hold the seconds of one side.
+    """Hold the seconds of one side: this project's adapter or lm-eval's `hf`.
 
     Attributes:
         name: metalion or hf.
-        total: the evaluation, with the harness's requests and metrics.
-        tokenising, scoring: parts of it.
+        total: seconds of the evaluation, with the harness's requests and metrics.
+        tokenising, scoring: seconds of these two parts.
         requests, tokens: number of answered requests, and their tokens.
-        share: of all tokens; below 1 the evaluation was stopped, and `whole` is an estimate.
+        share: answered share of all tokens; below 1 the evaluation was stopped, and `whole` is an estimate.
         answers: log-likelihood by (context, continuation).
-        batches: of a model of this project: tokens with and without padding, number of batches and of their shapes.
+        batches: tokens with and without padding, number of batches and of their shapes; None for `hf`.
     """
 
     name: str
@@ -86,10 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.loading.model import locate_checkpoint
 
     device = str(device_of(options.device))
-    if options.checkpoint is not None:
-        locate_checkpoint(
-            options.checkpoint, device=device, dtype=options.dtype
-        )  # refused before whole sets are written
+    check_writable(options.output / "evaluation.json", "--output")
+    if options.checkpoint is not None:  # refused before whole sets are written
+        locate_checkpoint(options.checkpoint, device=device, dtype=options.dtype)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         documents = write_whole_sets(options.data_dir, data, options.scale)
@@ -192,7 +190,7 @@ def measure(name: str, lm: Any, prepared: Any, limit_minutes: float | None = Non
 
 
 def report(timings: Sequence[Timing], output: Path) -> None:
-    """Print the table and write `evaluation.json`."""
+    """Print the table and write `evaluation.json`, which has null for an unknown time."""
     header = ["model", "requests", "tokens", "whole, s", "tokenising, s", "scoring, s", "tokens per second"]
     rows = []
     for t in timings:
@@ -229,7 +227,7 @@ def report(timings: Sequence[Timing], output: Path) -> None:
             "whole": other.whole / mine.whole,
             "tokenising and scoring": other.model_time / mine.model_time,
         }
-    write_text(output / "evaluation.json", json.dumps(content, indent=1) + "\n")
+    write_json(output / "evaluation.json", content)
 
 
 def _entry(timing: Timing) -> dict[str, Any]:
@@ -306,8 +304,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, default=Path("configs/model/metala_360m.yml"), help="default %(default)s")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of the random model")
     parser.add_argument("--scale", type=above_zero, default=1.0, help="part of the whole sets (default 1)")
-    parser.add_argument("--only", choices=["metalion", "hf"], help="one side alone")
-    parser.add_argument("--limit-minutes", type=above_zero, help="stop each side after this time and estimate the rest")
+    parser.add_argument("--only", choices=["metalion", "hf"], help="measure one side only")
+    parser.add_argument(
+        "--limit-minutes", type=above_zero, help="stop each side after this time, and estimate the rest"
+    )
     parser.add_argument(
         "--max-length", type=positive, default=2048, help="tokens that the model reads at once (default %(default)s)"
     )

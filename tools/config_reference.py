@@ -97,9 +97,8 @@ def _first_sentence(text: str) -> str:
     first, *others = text.splitlines()
     sentence = first.removeprefix("#").strip()
     for line in others:
-        if (
-            sentence.endswith((".", ":")) or not line.startswith("# ") or line.startswith("#  ")
-        ):  # commands are indented
+        is_text = line.startswith("# ") and not line.startswith("#  ")  # commands are indented
+        if sentence.endswith((".", ":")) or not is_text:
             break
         more, stop, _ = line.removeprefix("# ").partition(". ")
         sentence += f" {more}{stop.strip()}"

@@ -92,7 +92,6 @@ def _import(options: argparse.Namespace) -> int:
         tokens, name = rows_without_tokenizer(done.model)
     trust = options.trust_remote_code
     theirs, origin = original_logits(options.folder, done.kind, done.model, tokens, trust_remote_code=trust)
-    over = False
     if theirs is None:
         print(f"logits are not compared with the original's: {origin}")
     else:
@@ -102,14 +101,13 @@ def _import(options: argparse.Namespace) -> int:
             f"logits on {count_of(tokens)} of {name}: largest difference to {origin} {difference:.2e} "
             f"(largest logit {largest:.2f})"
         )
-        over = not difference <= options.tolerance * max(1.0, largest)
-    if over:
-        print(
-            f"error: over the tolerance of {options.tolerance:g}; {done.run} is kept. The largest weight is "
-            f"{Tensors(options.folder).largest()}; if the file is damaged, copy it again and import with --overwrite",
-            file=sys.stderr,
-        )
-        return 1
+        if not difference <= options.tolerance * max(1.0, largest):  # also for NaN
+            print(
+                f"error: over the tolerance of {options.tolerance:g}; {done.run} is kept. The largest weight is "
+                f"{Tensors(options.folder).largest()}; if the file is damaged, copy it again and import with --overwrite",
+                file=sys.stderr,
+            )
+            return FAILED
     # The configuration has either data.train or data.corpus, and refuses both together.
     texts = "data.train=... data.validation=..." if done.config["data"].get("train") else "data.corpus=..."
     if done.model.image_size is not None:
@@ -145,12 +143,12 @@ def _check(done: Export, options: argparse.Namespace) -> int:
     )
     if options.dtype != "fp32":
         print(f"storing the weights in {options.dtype} itself changes logits by up to {result.rounded:.2e}")
-    if not result.converted <= options.tolerance:
+    if not result.converted <= options.tolerance:  # also for NaN
         print(
             f"error: over the tolerance of {options.tolerance:g}; {done.folder} is kept, do not use it",
             file=sys.stderr,
         )
-        return 1
+        return FAILED
     return 0
 
 
@@ -162,7 +160,7 @@ def _bytes(text: str) -> int:
     except ValueError:
         size = 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: bytes, or 500MB, 5GB and the like are allowed")
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of bytes, or a size such as 500MB or 5GB, is allowed")
     return size
 
 
@@ -249,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     verified = commands.add_parser(
         "verify",
         help="compare the files of a run's checkpoints or of an export with their hashes",
-        description="Read every file and compare its SHA-256. Exit status 1: a file is damaged, and named.",
+        description="Read every file and compare its SHA-256. Damaged files are named, with exit status 1.",
         epilog="example:\n  python -m tools.convert_hf verify runs/default",
         formatter_class=HelpFormatter,
     )

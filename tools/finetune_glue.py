@@ -80,8 +80,6 @@ class Session:
         self, checkpoint: Path, recipe: Recipe, output: Path, data: Path | None, seeds: int, hold_out: float | None
     ) -> None:
         """Raise ValueError if `output` holds results of another checkpoint, CheckpointError without a checkpoint."""
-        if seeds < 1:
-            raise ValueError(f"--seeds {seeds}: at least 1 is allowed")
         self.checkpoint, self.recipe, self.output, self.data = checkpoint, recipe, output, data
         self.seeds, self.hold_out = seeds, hold_out
         identity = {

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.cli.arguments import INTERRUPTED, command, command_line, from_zero, positive
+from tools.cli.arguments import INTERRUPTED, check_writable, command, command_line, from_zero, positive
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.loading.model import LoadedModel
@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out is not None and options.prompts_file is None:
         parser.error("--out goes with --prompts-file; the text of one --prompt goes to stdout")
+    if options.out is not None:
+        check_writable(options.out, "--out")
     from tools.inference.generation import longest_continuation, prompt_ids
     from tools.inference.sampling import check_sampling
     from tools.loading.model import load_located, locate_checkpoint
@@ -38,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     loaded = load_located(located)
     for prompt in prompts:
         ids = prompt_ids(loaded.tokenizer, prompt)
-        room = longest_continuation(loaded.model, ids)
-        if options.max_tokens > room:
+        longest = longest_continuation(loaded.model, ids)
+        if options.max_tokens > longest:
             raise ValueError(
-                f"--max-tokens {options.max_tokens}: after a prompt of {len(ids)} tokens {room} are allowed "
+                f"--max-tokens {options.max_tokens}: after a prompt of {len(ids)} tokens at most {longest} is allowed "
                 f"(model.max_positions = {located.model.max_positions})"
             )
     out = None

@@ -14,6 +14,7 @@ from typing import Any
 from data.atomic_io import write_json
 from data.progress import ProgressBar
 from tools.cli.arguments import check_picture, command, command_line, positive
+from tools.reporting.run_curves import distinct_names
 from tools.reporting.tables import plain_table
 
 EPILOG = """
@@ -38,8 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         check_picture(options.out, "--out")
     rows: list[dict[str, Any]] = []
-    for run in options.run:
-        rows += measure(run, options.sizes, limit=options.limit, batch=options.batch, device=options.device)
+    for name, run in zip(distinct_names(options.run), options.run, strict=True):
+        measured = measure(run, options.sizes, limit=options.limit, batch=options.batch, device=options.device)
+        rows += [{"run": name, **row} for row in measured]
     from tools.loading.model import run_of
 
     out = options.out or run_of(options.run[0]) / "image_sizes.png"
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     run: Path, sizes: Sequence[int] | None, *, limit: int | None = None, batch: int = 256, device: str = "auto"
 ) -> list[dict[str, Any]]:
-    """Return one row per size: run, image_size, trained (whether it is the trained size), images, accuracy, top5_accuracy.
+    """Return one row per size: image_size, trained (whether it is the trained size), images, accuracy, top5_accuracy.
 
     Raises ValueError for a run without images or validation images, and for a size that is no multiple of the patch.
     """
@@ -89,15 +91,14 @@ def measure(
             if limit is not None:
                 weight[max(0, limit - int(count)) :] = 0.0
             logits: Any = model(micro["tokens"].to(located.device, located.dtype))
-            right = logits.float().cpu().topk(min(5, logits.shape[-1])).indices == micro["labels"][:, None]
-            top1 += float((right[:, 0] * weight).sum())
-            top5 += float((right.any(1) * weight).sum())
+            correct = logits.float().cpu().topk(min(5, logits.shape[-1])).indices == micro["labels"][:, None]
+            top1 += float((correct[:, 0] * weight).sum())
+            top5 += float((correct.any(1) * weight).sum())
             count += float(weight.sum())
             if limit is not None and count >= limit:
                 break
         rows.append(
             {
-                "run": located.run.name,
                 "image_size": size,
                 "trained": size == trained,
                 "images": int(count),

@@ -32,7 +32,7 @@ EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document --verify              compare all bytes with the checksums
   python -m tools.inspect_data runs/cache --verify                           the same for a folder of caches
   python -m tools.inspect_data data/pile_validation_text_document --trained-on data/pile_train_text_document
-                                                                            name held-out documents that training has
+                                                                            list held-out documents that training has
 
 The .json file next to the token files names the tokenizer. For files of other projects give --tokenizer-type and
 --vocab-file.
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_summary(tokens, tokenizer)
         if options.min_tokens:
             sizes = tokens.sizes[selected_sequences(tokens, options.min_tokens)]
-            held = int(sizes.sum(dtype=np.int64))
-            share = f"{held / tokens.num_tokens:.1%} of the tokens"
-            print(f"  {options.min_tokens:,} tokens or more: {len(sizes):,} documents, {held:,} tokens ({share})")
+            count = int(sizes.sum(dtype=np.int64))
+            share = f"{count / tokens.num_tokens:.1%} of the tokens"
+            print(f"  {options.min_tokens:,} tokens or more: {len(sizes):,} documents, {count:,} tokens ({share})")
         if options.sequence_length:
             _print_packings(tokens, options.min_tokens, options.sequence_length)
     if options.most_common:
@@ -129,7 +129,7 @@ def _print_summary(tokens: IndexedTokens, tokenizer: Tokenizer | None) -> None:
         ended = sum(token == tokenizer.end_of_document_id for token in last)
         print(f"  tokenizer  {tokenizer.type} {tokenizer.path or ''}, {tokenizer.vocab_size:,} entries")
         print(f"  documents that end with the end-of-document token: {ended:,} of the first {len(last):,}")
-    print("  the sizes of both files are what the index says")
+    print("  both files have the sizes that the index gives")
 
 
 def _print_packings(tokens: IndexedTokens, min_tokens: int, length: int) -> None:
@@ -187,7 +187,7 @@ def _origin(tokens: IndexedTokens, document: int) -> str:
     """Return the input file and the source of a document, as far as they are known."""
     manifest = read_manifest(tokens.prefix) or {}
     names, ids = read_sources(tokens.prefix, len(tokens))
-    source = f"{names[ids[int(tokens.document_starts[document])]]}" if manifest.get("sources") else ""
+    source = names[ids[int(tokens.document_starts[document])]] if manifest.get("sources") else ""
     previous = 0
     for path, count in manifest.get("documents_of_files", []):
         if document < previous + count:
@@ -256,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
         "--trained-on",
         nargs="+",
         metavar="PREFIX",
-        help="name the documents that these training token files hold too; exit status 1 if there are any",
+        help="list the documents that are also in these training token files; exit status 1 if there are any",
     )
     add("--ngram-words", type=positive, default=WORDS, metavar="N", help=f"words per n-gram of --trained-on ({WORDS})")
     add(

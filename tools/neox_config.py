@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from data.atomic_io import write_text
 from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import ConfigError, load_config
@@ -24,12 +26,10 @@ OWN_SECTIONS = ("run", "model", "batch", "schedule", "parallel", "precision")  #
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Write the configuration to stdout or a file, and ignored and assumed keys to stderr."""
     options = _parser().parse_args(arguments)
-    import yaml
-
     files = {str(file): _read(file) for file in options.files}
     translation = translate(files, vocab_size=options.vocab_size)
-    translation.set("run.name", Path(options.files[0]).stem)
-    names = ", ".join(Path(file).name for file in files)
+    translation.set("run.name", options.files[0].stem)
+    names = ", ".join(file.name for file in options.files)
     text = f"# From GPT-NeoX's {names} by tools/neox_config.\n"
     text += yaml.safe_dump(_ordered(translation.tree), sort_keys=False, default_flow_style=None)
     _check(text, translation, options.data_ranks)
@@ -47,11 +47,16 @@ def _read(file: Path) -> dict[str, Any]:
         file = with_ending
     if not file.is_file():
         raise ConfigError([f"{file}: no such file; name GPT-NeoX's .yml files, in the order of their merge"])
-    sources = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    try:
+        sources = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{file}: cannot be read: not UTF-8 text; save it as UTF-8"]) from error
     if sources.problems:
         raise ConfigError(sources.problems)
     if sections := [key for key in OWN_SECTIONS if isinstance(sources.tree.get(key), dict)]:
-        raise ConfigError([f"{file} has the section {sections[0]}: it is of this project already, run it as it is"])
+        raise ConfigError(
+            [f"{file} has the section {sections[0]}: it is of this project already; give it to train.py as it is"]
+        )
     return sources.tree
 
 

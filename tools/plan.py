@@ -149,8 +149,9 @@ def plan(options: argparse.Namespace) -> int:
         f"links: {inside:g} GB/s inside a machine, {outside:g} GB/s between machines; "
         f"{options.gpu}, {options.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s; GiB per GPU\n"
     )
-    print(table(rows[: options.rows or None], config, limit))
-    hidden = len(rows) - len(rows[: options.rows or None])
+    shown = rows[: options.rows or None]
+    print(table(shown, config, limit))
+    hidden = len(rows) - len(shown)
     fitting = [row for row in rows if row.bytes <= limit]
     print(
         f"\n{len(rows)} layouts, {len(fitting)} fit into {options.gpu_memory:g} GB"
@@ -222,20 +223,18 @@ def layouts(
 
 def header(config: Config[ModelConfig], gpus: int, dtype: str) -> str:
     """Return the lines about the model and the run."""
-    from megatron_lite.planning.memory import GIB
-
     work = workload(config, layer_flops(config), dtype)
     batch, steps = config.batch, config.schedule.train_steps
     tokens = batch.tokens_of(steps)
     mode = config.parallel.activation_checkpointing.mode
     cache = decoding_bytes(config.model, batch.sequence_length, dtype)
-    kept = "" if cache is None else f"; decoding keeps {cache / GIB * 1024:,.2f} MiB per sequence of this length"
+    decoding = "" if cache is None else f"; decoding keeps {cache / 2**20:,.2f} MiB per sequence of this length"
     return (
         f"{'+'.join(dict.fromkeys(config.model.mixers))}, {work.parameters / 1e6:,.1f} M parameters, {dtype}, "
         f"activation checkpointing {mode}, on {gpus} GPUs\n"
         f"{batch.global_batch_size} samples of {batch.sequence_length} per step in micro-batches of "
         f"{batch.micro_batch_size}; {steps:,} steps, {tokens / 1e9:,.2f} G tokens\n"
-        f"{work.flops_per_token / 1e9:,.2f} GFLOP per token, {work.flops_per_token * tokens:.3g} FLOP in total{kept}"
+        f"{work.flops_per_token / 1e9:,.2f} GFLOP per token, {work.flops_per_token * tokens:.3g} FLOP in total{decoding}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,10 @@ def test_classifier_reads_images_of_other_sizes(arguments, tmp_path, capsys):
     assert image_sizes.main([str(run), "--limit", "5", "--batch", "2", "--device", "cpu"]) == 0
     rows = json.loads((run / "image_sizes.json").read_text())
     assert {(row["image_size"], row["images"]) for row in rows} == {(8, 5), (12, 5), (16, 5)}
+    copy = shutil.copytree(run, tmp_path / "other" / run.name)
+    assert image_sizes.main([str(run), str(copy), "--sizes", "8", "--limit", "5", "--device", "cpu"]) == 0
+    names = [row["run"] for row in json.loads((run / "image_sizes.json").read_text())]
+    assert names == [f"{tmp_path.name}/run", "other/run"], "folders of one name get the names of their parents too"
     assert image_sizes.main([str(run), "--sizes", "10", "--device", "cpu"]) == 2
     assert "model.image_size = 10 is no multiple of model.patch_size = 4" in capsys.readouterr().err
     assert masked_forms.main([str(run), "--device", "cpu", "--lengths", "8", "16"]) == 0

@@ -48,6 +48,7 @@ CASES = [
     ("eval", "MASKED --data FILE", WEIGHTS, "and has no perplexity"),
     ("eval", "LOST --data FILE", WEIGHTS, r"description\.json is damaged"),
     ("tools.generate", "MASKED", WEIGHTS, "is a masked model: it reads both sides"),
+    ("tools.generate", "RUN --prompts-file FILE --out /proc/t", WEIGHTS, r"--out /proc/t: cannot be written"),
     ("tools.generate", "LOST", WEIGHTS, r"description\.json is damaged"),
     ("tools.length.__main__", "RUN NONE", WEIGHTS, "nothing does not exist"),
     ("tools.length.__main__", "RUN MASKED", WEIGHTS, "give only one kind of model per command"),

@@ -83,6 +83,7 @@ CASES = {
     "tools.benchmark_evaluation": [
         ("--data-dir NONE", "--tokenizer is missing: the random model needs one; or give a --checkpoint"),
         ("--data-dir NONE --checkpoint RUN", "nothing lacks .*boolq"),
+        ("--data-dir NONE --checkpoint RUN --output FILE/out", "--output .*: cannot be written"),
         ("--data-dir NONE --checkpoint RUN --scale 0", "--scale: 0: a number above 0"),
     ],
     "tools.compare.__main__": [
@@ -101,7 +102,7 @@ CASES = {
         ("export BROKEN OUT", "corrupted"),
         ("export RUN OUT --shard-size 1GB", "--shard-size 1GB; the nearest option is --max-shard-size"),
         ("export RUN OUT --zzz", "unrecognized arguments: --zzz; --help lists the options"),
-        ("export RUN OUT --max-shard-size abc", "--max-shard-size: 'abc': bytes, or 500MB"),
+        ("export RUN OUT --max-shard-size abc", "--max-shard-size: 'abc': a number of bytes, or a size such as 500MB"),
         ("import HUGGING OUT", r"config\.json has no key 'num_attention_heads', which a llama needs"),
         ("import HUGGING OUT --tolerance nan", "--tolerance: nan: a number above 0"),
         ("import NONE OUT", r"nothing is no Hugging Face folder: config\.json is missing"),
@@ -153,6 +154,7 @@ CASES = {
     "tools.neox_config": [
         ("NONE", "nothing: no such file; name GPT-NeoX's"),
         ("CONFIG", "has the section run: it is of this project already"),
+        ("BINARY", "binary: cannot be read: not UTF-8 text; save it as UTF-8"),
     ],
     "tools.plan": [
         ("CONFIG --gpus 0", "--gpus: 0: a whole number, 1 or more, is allowed"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lm_eval.api.instance import Instance
 
-from tools.benchmark_evaluation import Timing, main
+from tools.benchmark_evaluation import Timing, main, report
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.full_size_sets import SIZES, _read, write_whole_sets
 from tools.evaluation.progress import ProgressMonitor, TimeUpError, attach_monitor
@@ -54,6 +54,12 @@ def test_both_sides_answer_the_same_requests(trained_run, eval_data, tmp_path, c
     assert actual.keys() == {"hf"}
     assert actual["hf"]["estimated"]
     assert actual["hf"]["requests"] <= 1
+
+
+def test_time_of_a_side_without_answers_is_null(tmp_path):
+    report([Timing("hf", 2.0, 1.0, 1.0, requests=0, tokens=0, share=0.0, answers={})], tmp_path)
+    content = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    assert content["hf"]["whole"] is None
 
 
 def test_monitor_records_every_answer(lm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_pictures_of_a_step_are_in_the_run_folder(masked_run: Path, tmp_path: Pa
     assert tool.main([str(step), "--lengths", "16"]) == 0
     assert {file.name for file in run.glob(f"{name}.*")} == {f"{name}.png", f"{name}.json"}
     assert not list(step.glob(f"{name}.*"))
+
+
+def test_form_with_nan_outputs_fails(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    differences = {"parallel": 0.0, "chunked": 1e-6, "recurrent": math.nan, masked_forms.SOFTMAX: math.nan}
+    rows = [{"form": form, "length": 8, "ms": 1.0, "mib": 1.0, "difference": d} for form, d in differences.items()]
+    monkeypatch.setattr(masked_forms, "compare", lambda *_, **__: rows)
+    assert masked_forms.main(["run", "-o", str(tmp_path / "forms.png")]) == 1
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[2:6]] == [
+        "0.0e+00",
+        "1.0e-06",
+        "nan",
+        "-",
+    ]
 
 
 def test_forms_agree(masked_run: Path, tmp_path: Path, capsys) -> None:
