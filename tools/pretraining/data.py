@@ -30,11 +30,10 @@ def training_samples(
     step, consumed_samples: steps done and samples read by the checkpoint that the run resumes from.
     Raises as `training_dataset` and `MaskedDataset`.
     """
-    settings, batch = config.data, config.batch
+    settings = config.data
     common: dict[str, Any] = {
-        "sequence_length": batch.sequence_length,
-        # The previous part of the run may have had a larger batch.
-        "num_samples": max(batch.samples_of(steps), batch.samples_of(max(0, steps - step), consumed_samples)),
+        "sequence_length": config.batch.sequence_length,
+        "num_samples": num_samples(config, steps, step, consumed_samples),
         "seed": config.run.seed,
         "order": settings.order,
         "cache_directory": settings.cache_directory,
@@ -60,6 +59,13 @@ def training_samples(
     return samples
 
 
+def num_samples(config: Config[Any], steps: int, step: int, consumed_samples: int) -> int:
+    """Return the samples that a run of `steps` steps needs if it resumes at `step`, after `consumed_samples`."""
+    # The previous part of the run may have had a larger batch.
+    batch = config.batch
+    return max(batch.samples_of(steps), batch.samples_of(max(0, steps - step), consumed_samples))
+
+
 def training_steps(config: Config[Any], samples: Dataset, grid: Grid) -> Callable[[int], ReadAhead[list[MicroBatch]]]:
     """Return a function of the consumed samples that yields this data rank's next steps, prefetched."""
     return lambda consumed: ReadAhead(
@@ -70,9 +76,29 @@ def training_steps(config: Config[Any], samples: Dataset, grid: Grid) -> Callabl
             micro_batch_size=config.batch.micro_batch_size,
             data_rank=grid.data_rank,
             data_size=grid.data_size,
-            threads=config.data.images.threads if config.data.objective == "classification" else 1,
+            threads=_threads(config),
         )
     )
+
+
+def validation_batches(config: Config[Any], samples: Dataset, limit: int | None, grid: Grid) -> Iterator[MicroBatch]:
+    """Yield this data rank's micro-batches of all samples, or of `limit` evenly spaced ones. The last may be incomplete."""
+    size = config.batch.micro_batch_size
+    selected: Any = samples if limit is None or limit >= len(samples) else EvenSubset(samples, limit)
+    steps = batches(
+        selected,
+        global_batch_size=size * grid.data_size,
+        micro_batch_size=size,
+        data_rank=grid.data_rank,
+        data_size=grid.data_size,
+        fill_last=True,
+        threads=_threads(config),
+    )
+    return (batch for step in steps for batch in step)
+
+
+def _threads(config: Config[Any]) -> int:
+    return config.data.images.threads if config.data.objective == "classification" else 1
 
 
 def validation_set(
@@ -85,19 +111,16 @@ def validation_set(
     """
     if prefix is None:
         return None
+    sources = _by_source(config, prefix)
+    parts = {name: _validation_samples(config, prefix, tokenizer, ids) for name, ids in sources.items()}
+    tokens = sum(part.num_tokens for part in parts.values())
+    shares = {name: part.num_tokens / tokens for name, part in parts.items()}
     at_once = config.batch.micro_batch_size * grid.data_size
-    parts = {}
-    tokens = 0
-    for name, sequences in _by_source(config, prefix).items():
-        dataset, weight = _validation_samples(config, prefix, tokenizer, sequences)
-        tokens += weight
-        parts[name] = _Part(dataset, weight, at_once, grid)
-    shares = {name: part.weight / tokens for name, part in parts.items()}
 
     def part_batches(name: str, limit: int | None) -> Iterator[MicroBatch]:
         # Each source has its share of the samples, and at least one.
         samples = None if limit is None else max(1, round(limit * config.batch.global_batch_size * shares[name]))
-        return parts[name].batches(samples)
+        return validation_batches(config, parts[name], samples, grid)
 
     known_bytes = total_bytes if config.data.objective == "causal" else None
     return ValidationSet(
@@ -105,32 +128,8 @@ def validation_set(
         parts=shares,
         total_bytes=known_bytes,
         total_tokens=tokens,
-        micro_batches=sum(-(-len(part.dataset) // at_once) for part in parts.values()),
+        micro_batches=sum(-(-len(part) // at_once) for part in parts.values()),
     )
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Hold the samples of one source; `weight` is the number of its tokens."""
-
-    dataset: Dataset
-    weight: int
-    at_once: int
-    grid: Grid
-
-    def batches(self, samples: int | None) -> Iterator[MicroBatch]:
-        dataset: Any = self.dataset
-        if samples is not None and samples < len(self.dataset):
-            dataset = EvenSubset(self.dataset, samples)
-        steps = batches(
-            dataset,
-            global_batch_size=self.at_once,
-            micro_batch_size=self.at_once // self.grid.data_size,
-            data_rank=self.grid.data_rank,
-            data_size=self.grid.data_size,
-            fill_last=True,
-        )
-        return (batch for step in steps for batch in step)
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class EvenSubset:
 
 def _validation_samples(
     config: Config[Any], prefix: str, tokenizer: Tokenizer, sequences: Sequence[int] | None
-) -> tuple[Dataset, int]:
+) -> MaskedDataset | SequentialDataset:
     settings = config.data
     if settings.objective == "masked":
         samples: MaskedDataset | SequentialDataset = MaskedDataset(
@@ -172,7 +171,7 @@ def _validation_samples(
             sequences=sequences,
         )
     samples.file.vocab_size = config.model.vocab_size
-    return samples, samples.num_tokens
+    return samples
 
 
 def _by_source(config: Config[Any], prefix: str) -> dict[str, Any]:

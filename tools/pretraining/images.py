@@ -12,7 +12,6 @@ from data.atomic_io import write_json
 from data.images.dataset import ImageDataset
 from data.images.reading import LabelledImages
 from data.loader import MicroBatch
-from data.loader import batches as loader_batches
 from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.rank_consistency import file_facts, require_agreement
 from megatron_lite.parallel.collectives import all_reduce_async, on_main
@@ -22,7 +21,7 @@ from megatron_lite.validation import ValidationSet
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.loading.image_data import CLASSES, augmentation_of, image_files, open_images
-from tools.pretraining.data import EvenSubset, training_steps
+from tools.pretraining.data import EvenSubset, num_samples, training_steps, validation_batches
 from tools.pretraining.teacher import TaughtSteps, Teacher
 from tools.reporting.image_figures import CONFUSIONS, PREDICTIONS, draw_confusions, draw_predictions
 
@@ -61,14 +60,10 @@ class ImageObjective:
 
     def training_samples(self, steps: int, state: TrainState) -> ImageDataset:
         """Return the samples as `Objective`."""
-        batch = self._config.batch
         return ImageDataset(
             self._train,
             self._augmentation,
-            # The previous part of the run may have had a larger batch.
-            num_samples=max(
-                batch.samples_of(steps), batch.samples_of(max(0, steps - state.step), state.consumed_samples)
-            ),
+            num_samples=num_samples(self._config, steps, state.step, state.consumed_samples),
             seed=self._config.run.seed,
             label_smoothing=self._config.classification.label_smoothing,
             soft_targets=self._teacher is not None,
@@ -96,19 +91,9 @@ class ImageObjective:
         counts = _Counts(images.class_names, grid)
 
         def batches(_: str, limit: int | None) -> Iterator[MicroBatch]:
-            count = len(dataset) if limit is None else limit * self._config.batch.global_batch_size
-            selected: Any = dataset if count >= len(dataset) else EvenSubset(dataset, count)
-            steps = loader_batches(
-                selected,
-                global_batch_size=at_once,
-                micro_batch_size=self._config.batch.micro_batch_size,
-                data_rank=grid.data_rank,
-                data_size=grid.data_size,
-                fill_last=True,
-                threads=self._config.data.images.threads,
-            )
+            samples = None if limit is None else limit * self._config.batch.global_batch_size
             counts.reset()
-            return ({**batch, **counts.tensors} for step in steps for batch in step)
+            return ({**batch, **counts.tensors} for batch in validation_batches(self._config, dataset, samples, grid))
 
         def metrics() -> dict[str, float]:
             top5, confusions = counts.summed()
