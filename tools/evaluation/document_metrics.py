@@ -29,7 +29,7 @@ def metrics_of(results: Results, task: str) -> list[str]:
 def metric_value(results: Results, task: str, metric: str) -> tuple[float, float | None] | None:
     """Return (value, standard error or None) of a task's metric, or None if it has no such value.
 
-    metric: as `metric_name`; one without a filter is the task's unfiltered one, or else that of its first filter.
+    metric: as `metric_name`. Without a filter it is the task's unfiltered metric, or else that of its first filter.
     """
     entry = results["results"].get(task, {})
     keys = [key for key in entry if key == metric or key.startswith(f"{metric},")]

@@ -181,7 +181,7 @@ def task_settings(prepared: Prepared) -> dict[str, Any]:
 
 
 def shots_of(prepared: Prepared) -> dict[str, int]:
-    """Return the examples in the prompt of every task, as the harness counts them. A task with 0 keeps 0."""
+    """Return task -> number of examples in the prompt, as the harness counts them. --shots does not change a task with 0."""
     configured = {name: loaded.task.get_config("num_fewshot") for name, loaded in prepared.tasks.items()}
     requested = prepared.request.shots
     return {name: shots or 0 if requested is None or shots == 0 else requested for name, shots in configured.items()}

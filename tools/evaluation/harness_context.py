@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level, bars = logger.level, datasets.are_progress_bars_disabled()
     previous = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"  # no fork of a process that may hold a GPU, for a bootstrap of seconds
+    os.environ["DISABLE_MULTIPROC"] = "1"  # the bootstrap takes seconds, and would fork a process that may hold a GPU
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     modules = [sys.modules[name] for name in _WITH_BARS if name in sys.modules]

@@ -106,7 +106,7 @@ def position_limit(opened: OpenedModel) -> int | None:
 
 
 def note_untrained(opened: OpenedModel, lengths: Sequence[int]) -> None:
-    """Print that lengths are beyond the length of the training, if it is known."""
+    """Print a note if a length is beyond the trained length."""
     trained = opened.facts.get("trained_length")
     if trained and max(lengths) > trained:
         print(f"{opened.name} was trained at {trained:,} tokens: longer texts measure extrapolation", file=sys.stderr)

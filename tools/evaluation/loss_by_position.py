@@ -89,7 +89,7 @@ def loss_by_position(
 ) -> LossByPosition:
     """Return the loss by position in pieces of `length` tokens. Each piece starts with an empty state, as in training.
 
-    Positions count from 1, the first token of a piece, which follows one token only. cache: as in `perplexity`.
+    Position 1 is the first token of a piece. It is predicted from one token. cache: as in `perplexity`.
     """
     total, count = np.zeros(length), np.zeros(length, np.int64)
     trained = int(loaded.config["batch"]["sequence_length"])

@@ -240,7 +240,7 @@ def _answers(opened: OpenedModel, every: Sequence[Question]) -> list[tuple[float
 
 
 def _supported_lengths(opened: OpenedModel, lengths: Sequence[int]) -> list[int]:
-    """Return the lengths that the model's positions allow, and report the others."""
+    """Return the lengths that the model's positions allow. Print a note about the others."""
     limit = position_limit(opened)
     supported = [length for length in lengths if limit is None or length <= limit]
     if not supported:

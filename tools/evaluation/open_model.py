@@ -58,7 +58,7 @@ def is_huggingface(name: str) -> bool:
 def locate_model(request: EvaluationRequest) -> LocatedCheckpoint | None:
     """Return the located checkpoint, or None for a Hugging Face model. Neither needs its weights.
 
-    This check precedes the data of the hub, which take minutes.
+    Call it before the hub's data are loaded, which takes minutes.
 
     Raises as `tools.loading.model.locate_checkpoint` and `check_model`; OSError for a name that the hub does not know, or if
     the hub cannot be reached.

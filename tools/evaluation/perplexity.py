@@ -74,13 +74,15 @@ def validation_text(loaded: LoadedModel) -> TokenText:
 def token_file_text(prefix: Path, tokenizer: Tokenizer, name: str | None = None) -> TokenText:
     """Return token files as a text. Without a manifest, bytes are counted by decoding every document.
 
-    Raises ValueError for files of another tokenizer, FileNotFoundError and ValueError as `IndexedTokens`.
+    Raises ValueError for files of another tokenizer or without text, FileNotFoundError and ValueError as `IndexedTokens`.
     """
     check_tokenizer(prefix, tokenizer)
     file = IndexedTokens(prefix)
     size = (read_manifest(prefix) or {}).get("bytes")
     if not isinstance(size, int):
         size = sum(_decoded_bytes(file[sequence], tokenizer, prefix) for sequence in range(len(file)))
+    if not size:
+        raise ValueError(f"{prefix} holds no text: name another with --data")
     return TokenText(name or prefix.name, prefix, size, file.num_documents)
 
 

@@ -143,8 +143,8 @@ class Scorer:
                 size = self._bytes_per_row + self._bytes_per_token * longest
                 rows = self.state_bytes // size if node.children or own_states else self.batch_tokens
                 max_rows = min(self.batch_tokens // longest, rows)
-                # Once a batch fills the device, padding costs more than another batch. Nodes with children stay together,
-                # because the batches of their children begin with them.
+                # Once a batch fills the device, padding costs more than another batch. Nodes with children are not split by
+                # length, because the batches of their children would become smaller.
                 padded = not node.children and len(node.tokens) < _EVEN * longest
                 if batch and (len(batch) >= max_rows or (padded and len(batch) * longest >= enough)):
                     yield batch

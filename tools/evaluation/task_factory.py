@@ -130,7 +130,7 @@ def local_data(
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return the keys that move a task's data to files of a folder and select the splits, and the files by split.
 
-    There are no files where the folder has none.
+    There are no files if the folder has none for the evaluated splits.
 
     Raises ValueError for files of several formats.
     """

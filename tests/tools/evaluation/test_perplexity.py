@@ -180,6 +180,13 @@ def test_token_files_without_a_manifest_count_bytes_by_decoding(loaded: LoadedMo
     assert (read.bytes, read.documents) == (len("".join(texts).encode()), 3)
 
 
+def test_token_file_of_document_ends_alone_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "empty", np.dtype("<u2")) as writer:
+        writer.add_document(np.array([loaded.tokenizer.end_of_document_id]))
+    with pytest.raises(ValueError, match="empty holds no text: name another with --data"):
+        token_file_text(tmp_path / "empty", loaded.tokenizer)
+
+
 def test_ends_of_documents_have_no_bytes(tmp_path: Path) -> None:
     class Spelled:
         """Decode the end of a document as its name, like Hugging Face tokenizers."""
