@@ -1,7 +1,7 @@
 """Estimate the memory of one process by part, and the peak of a training step.
 
 The table gives the bytes per parameter of this process with DeepSpeed, for n processes that share the optimizer state.
-`tests/tools/planning/test_plan.py` checks it against allocations of DeepSpeed 0.19.8.
+`tests/tools/planning/test_memory.py` checks it against allocations of DeepSpeed 0.19.8.
 
 |                  | weights | gradients | master | moments | while the gradients are reduced                     |
 |------------------|---------|-----------|--------|---------|-----------------------------------------------------|

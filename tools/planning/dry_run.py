@@ -30,7 +30,7 @@ from tools.cli.devices import device_of
 from tools.loading.token_data import check_data
 from tools.planning.estimate import layer_flops, memory_of
 
-CPU_TOKENS = 128  # at most, in the sample on a CPU: a model of 1.4B parameters then takes seconds
+CPU_TOKENS = 128  # longest sample on a CPU: a model of 1.4B parameters then takes seconds
 
 _print = partial(print, flush=True)
 
@@ -115,7 +115,7 @@ def _time_layers(model: ModelConfig, length: int, device: torch.device, dtype: t
     specs = layer_specs(model)
     with device:
         batch = example_batch(model, 1, length)
-    timed: set[str] = set()
+    timed: set[str] = set()  # mixers and names of layers
     for index, spec in enumerate(specs):
         mixer = model.mixer_of(index - 1) if 0 < index < len(specs) - 1 else spec.name
         if mixer in timed:

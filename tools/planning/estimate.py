@@ -17,7 +17,10 @@ if TYPE_CHECKING:  # torch is imported on use, so that --help is fast
 
 
 def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
-    """Return the configuration for `gpus` processes. With both batch sizes given, accumulation follows from the layout."""
+    """Return the configuration for `gpus` processes. If it has both batch sizes, gradient accumulation follows from them.
+
+    words: configuration files and overrides `key.sub=value`.
+    """
     from megatron_lite.config.loader import ConfigError, load_config
     from models.config import ModelConfig
     from tools.loading.vocab_size import vocabulary_override
@@ -26,14 +29,14 @@ def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
     overrides = [word for word in words if "=" in word]
     overrides += vocabulary_override(files, overrides)
     try:
-        free = [*overrides, "batch.gradient_accumulation_steps=null"]
-        return load_config(files, free, model_type=ModelConfig, world_size=gpus)
+        derived = [*overrides, "batch.gradient_accumulation_steps=null"]
+        return load_config(files, derived, model_type=ModelConfig, world_size=gpus)
     except ConfigError:
         return load_config(files, overrides, model_type=ModelConfig, world_size=gpus)
 
 
 def read_config_any_layout(words: Sequence[str], gpus: int) -> tuple[Config[ModelConfig], list[str], Exception | None]:
-    """Return the configuration, words that fix its batch in every layout, and the error of its own layout or None.
+    """Return the configuration, the words that keep its batch in every layout, and the error of its layout or None.
 
     Raises ConfigError for an error that remains without parallelism.
     """
@@ -91,36 +94,31 @@ def memory(
     dtype: str,
     stage: int,
     *,
-    overlap: bool = True,
-    released: bool = True,
+    cuda: bool = True,
 ) -> dict[str, float]:
-    """Return the bytes by part of the pipeline stage with the most memory. The first holds the most micro-batches."""
+    """Return the bytes by part of the pipeline stage with the most memory, with ZeRO `stage`.
+
+    layers: as `layers_of`. flops: of each layer, which decide the pipeline stages.
+    """
     from megatron_lite.planning.memory import Setting, step_bytes
 
-    steps = config.batch.gradient_accumulation_steps
-    replicas = config.batch.data_ranks * layout.context
-    state, graphs = config.precision.optimizer_state, config.parallel.cuda_graph and layout.pipeline == 1
     muon = config.optimizer.muon
-    momentum = {"fp32": 4, "bf16": 2}[muon.momentum_dtype] if config.optimizer.name == "muon" else 0
-    averaged = config.optimizer.ema_decay > 0
-    stages = []
-    for stage_layers, in_flight in layers_by_stage(layers, flops, config, layout):
-        setting = Setting(
-            dtype,
-            stage,
-            replicas,
-            steps,
-            in_flight,
-            overlap,
-            released,
-            state,
-            graphs,
-            momentum,
-            averaged,
-            layout.tensor,
-        )
-        stages.append(step_bytes(stage_layers, setting))
-    return max(stages, key=lambda parts: sum(parts.values()))
+    setting = Setting(
+        dtype,
+        stage,
+        replicas=config.batch.data_ranks * layout.context,
+        accumulation=config.batch.gradient_accumulation_steps,
+        overlap=cuda,
+        released=cuda,
+        optimizer_state=config.precision.optimizer_state,
+        graphs=config.parallel.cuda_graph and layout.pipeline == 1,
+        momentum={"fp32": 4, "bf16": 2}[muon.momentum_dtype] if config.optimizer.name == "muon" else 0,
+        averaged=config.optimizer.ema_decay > 0,
+        tensor=layout.tensor,
+    )
+    stages = layers_by_stage(layers, flops, config, layout)
+    sizes = [step_bytes(stage_layers, replace(setting, in_flight=in_flight)) for stage_layers, in_flight in stages]
+    return max(sizes, key=lambda parts: sum(parts.values()))
 
 
 def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> dict[str, float]:
@@ -131,7 +129,7 @@ def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> 
     layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
     layers = layers_of(config, layout, dtype, cuda=cuda)
     stage = max(1, parallel.zero_stage)
-    return memory(layers, layer_flops(config), config, layout, dtype, stage, overlap=cuda, released=cuda)
+    return memory(layers, layer_flops(config), config, layout, dtype, stage, cuda=cuda)
 
 
 def layers_of(config: Config[ModelConfig], layout: Layout, dtype: str, *, cuda: bool = True) -> list[LayerCost]:
@@ -209,10 +207,10 @@ def muon_blocks(model: ModelConfig, per_head: bool) -> list[tuple[int, int]]:
 
 
 def gathered_elements(model: ModelConfig, length: int) -> tuple[float, float]:
-    """Return the elements that a block gathers under context parallelism, as means over the blocks.
+    """Return the mean numbers of elements that a block gathers under context parallelism.
 
-    The first are float32 per sample (states and decays), the second 16 bits per token (softmax attention). One mixer of each kind
-    runs on the device "meta" on a local shard of this length.
+    The first counts float32 elements per sample (states and decays), the second 16-bit elements per token (softmax attention).
+    One mixer of each kind runs on the device "meta" on a local shard of `length` tokens.
     """
     import torch
 

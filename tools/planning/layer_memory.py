@@ -55,7 +55,7 @@ def layer_costs(
     if layout.tensor > 1:
         selective = parallel.activation_checkpointing.mode == "selective"
         tensor = TensorGroup(group, 0, layout.tensor, sequence=layout.sequence_parallel, stores_matmuls=selective)
-    # The last rank receives a state from every previous rank.
+    # The last context rank, which receives a state from every previous rank.
     ranks = ContextParallelGroup(group, layout.context - 1, layout.context) if layout.context > 1 else None
     with torch.device(device):
         batch = example_batch(model, micro_batch_size, length)
@@ -75,7 +75,7 @@ def layer_costs(
             if kind not in known:
                 with torch.device(device):
                     layer = build_layer(spec, index, None if device == "meta" else 0)
-                names = matrices_of(layer) if block else {}  # before tensor parallelism replaces linear layers
+                muon_names = matrices_of(layer) if block else {}  # before tensor parallelism replaces linear layers
                 shard_and_fuse(layer, tensor, parallel, in_fp8)
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, residual_length, model.hidden_size + values)
@@ -83,7 +83,7 @@ def layer_costs(
                 call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, recompute_elementwise)
                 extra = batch if index == len(specs) - 1 else {}
                 parameters = sum(p.numel() for p in layer.parameters())
-                matrices = sum(p.numel() for name, p in layer.named_parameters() if name in names)
+                matrices = sum(p.numel() for name, p in layer.named_parameters() if name in muon_names)
                 if spec.tied_to is not None:
                     parameters -= layer.weight.numel()  # type: ignore[union-attr,operator]
                 known[kind] = layer_cost(layer, call, x, parameters=parameters, matrices=matrices, **extra)
@@ -94,10 +94,8 @@ def layer_costs(
 def mixer_kind(model: ModelConfig, layer_index: int) -> str:
     """Return a name that blocks with equal mixers share: the mixer, and its options that list this block."""
     name = model.mixer_of(layer_index)
-    options = vars(model.options_of(name))
-    return " ".join(
-        [name, *(key for key, value in options.items() if isinstance(value, tuple) and layer_index in value)]
-    )
+    options = vars(model.options_of(name)).items()
+    return " ".join([name, *(key for key, value in options if isinstance(value, tuple) and layer_index in value)])
 
 
 def _on_rank(ranks: ContextParallelGroup | None, layer: Callable[..., Tensor], x: Tensor, **context: Tensor) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
@@ -28,12 +30,10 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
 
     Returns 0, or 1 if an estimate differs from the allocated memory by more than 15 %.
     """
-    import os
-
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
     config = read_config(words, gpus)
-    sizes = config.parallel
-    grid = init_grid(config.run.device, tensor=sizes.tensor, pipeline=sizes.pipeline, context=sizes.context)
+    parallel = config.parallel
+    grid = init_grid(config.run.device, tensor=parallel.tensor, pipeline=parallel.pipeline, context=parallel.context)
     dtype = "bf16" if config.precision.dtype == "auto" else config.precision.dtype
     name = torch.cuda.get_device_name(grid.device) if grid.device.type == "cuda" else "cpu"
     if grid.is_main:
@@ -43,10 +43,11 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
         print("ZeRO  checkpointing   estimated GiB   allocated GiB   ratio")
     worst = 1.0
     if cases is None:
-        fp8 = config.precision.fp8.recipe != "none"
-        muon = config.optimizer.name == "muon"
-        most = 1 if sizes.pipeline > 1 else 2 if config.parallel.cuda_graph or fp8 or muon else 3
-        cases = [case for case in CASES if case[0] <= most]
+        excludes_zero_3 = (
+            parallel.cuda_graph or config.precision.fp8.recipe != "none" or config.optimizer.name == "muon"
+        )
+        highest = 1 if parallel.pipeline > 1 else 2 if excludes_zero_3 else 3
+        cases = [(stage, mode) for stage, mode in CASES if stage <= highest]
     for stage, mode in cases:
         case = read_config(
             [*words, f"parallel.zero_stage={stage}", f"parallel.activation_checkpointing.mode={mode}"], gpus
@@ -110,8 +111,6 @@ def _step(engine: Engine, config: Config[ModelConfig], grid: Grid) -> None:
 def _largest(value: float, grid: Grid) -> float:
     if grid.world_size == 1:
         return value
-    import torch.distributed as dist
-
     tensor = torch.tensor(value, dtype=torch.float64, device=grid.device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()

@@ -1,4 +1,4 @@
-"""Run the paths of CUDA on the device "meta": allocations and saved tensors are equal, nothing is computed.
+"""Run the code paths of CUDA on the device "meta": allocations and saved tensors are the same, and nothing is computed.
 
 The Python of `models/kernels` runs as it is and launches nothing, so a new kernel needs no code here. The kernels of
 flash-linear-attention and of PyTorch have stand-ins.
@@ -29,8 +29,7 @@ def kernels_of_cuda() -> Iterator[None]:
     import_kernels()
     stand_ins = {
         "fla_form": _fla_form,
-        # So the project's kernels compute the gradients of these decays.
-        "fla_refuses_scalar_gradient": lambda: True,
+        "fla_refuses_scalar_gradient": lambda: True,  # the project's kernels compute the gradients of these decays
         "chunk_form": _chunk_form,  # the original selects its chunks by values
         "fla_scan": _Scan.apply,
         "dot_product": _attention,

@@ -17,12 +17,12 @@ from models.language_model import LanguageModel
 from models.mixers import MIXERS
 from tools.planning.estimate import decoding_bytes, gathered_elements, layer_flops, read_config, workload
 
+SMALL_VOCABULARY = ["configs/default.yml", "run.device=cpu", "model.vocab_size=512", "data.tokenizer.vocab_size=512"]
+
 
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
 def test_communication_width_follows_the_dtype(dtype: str, width: int) -> None:
-    config = read_config(
-        ["configs/default.yml", "run.device=cpu", "model.vocab_size=512", "data.tokenizer.vocab_size=512"], 1
-    )
+    config = read_config(SMALL_VOCABULARY, 1)
     assert workload(config, layer_flops(config), dtype).width == width
 
 
@@ -67,7 +67,7 @@ def test_gathered_numbers_are_the_state_of_the_mixer(name: str, options: dict[st
         size = state["recurrent"].numel()
         # The attention layer adds nothing to the mean over two blocks. Per-channel decays are as many as states, and the
         # delta rule has matrices.
-        twice = (
+        twice = [
             "hgrn",
             "mamba",
             "qlstm",
@@ -79,7 +79,7 @@ def test_gathered_numbers_are_the_state_of_the_mixer(name: str, options: dict[st
             "gdn2",
             "kda",
             "rwkv7",
-        )
+        ]
         assert size <= 2 * elements <= (2 if name in twice else 1.12) * size
     else:
         assert 2 * elements == 2 * 4 * (32 * 64 + 32)  # MetaLA's state and decays, in both directions
@@ -98,8 +98,8 @@ def test_documented_volumes_equal_the_model():
         "context 4": (work, Layout(context=4), "context"),
         "Muon": (workload(muon, layer_flops(config), "bf16"), Layout(), "muon"),
     }
-    for name, (here, layout, kind) in shown.items():
-        gib = volumes(here, layout, 8)[kind] / GIB
+    for name, (case, layout, kind) in shown.items():
+        gib = volumes(case, layout, 8)[kind] / GIB
         assert re.search(rf"^\| {name} \|.*\| ([\d,.]+) GiB \|$", page, re.MULTILINE)[1] == (
             f"{gib:.1f}" if gib < 8 else f"{gib:,.0f}"
         )
@@ -116,15 +116,13 @@ def test_step_seconds_of_compute_bubble_and_network():
 
 
 def test_matmuls_in_fp8_take_their_measured_share_of_the_time():
-    words = ["configs/default.yml", "run.device=cpu", "model.vocab_size=512", "data.tokenizer.vocab_size=512"]
-    config = read_config([*words, "precision.dtype=bf16", "precision.fp8.recipe=rowwise"], 1)
-    found = workload(config, layer_flops(config), "bf16")
+    config = read_config([*SMALL_VOCABULARY, "precision.dtype=bf16", "precision.fp8.recipe=rowwise"], 1)
     model = config.model
-    weights = 3 * model.hidden_size * model.mlp_width + round(
-        3.5 * model.hidden_size**2
-    )  # q, v, gate, output projection
-    assert found.fp8_flops_per_token == 6 * model.num_layers * weights
-    assert workload(read_config(words, 1), layer_flops(config), "bf16").fp8_flops_per_token == 0
+    mixer = round(3.5 * model.hidden_size**2)  # q, v, gate, output projection
+    weights = 3 * model.hidden_size * model.mlp_width + mixer
+    assert workload(config, layer_flops(config), "bf16").fp8_flops_per_token == 6 * model.num_layers * weights
+    plain = workload(read_config(SMALL_VOCABULARY, 1), layer_flops(config), "bf16")
+    assert plain.fp8_flops_per_token == 0
     alone = step_seconds(work(fp8_flops_per_token=5e9), Layout(), 1, 4e14, Links())
     assert alone["compute"] == pytest.approx((1e9 + FP8_TIME * 5e9) * 512 * 2048 / 4e14)
 
@@ -150,16 +148,16 @@ def test_decoding_cache_of_a_hybrid_counts_states_windows_and_all_keys():
         "mixers": ("metala",) * 3 + ("attention",),
     }
 
-    def kept(length: int, **options: object) -> int:
+    def cache_bytes(length: int, **options: object) -> int:
         return decoding_bytes(ModelConfig(**shape, mixer_options={"attention": options}), length, "bf16")
 
     model = LanguageModel(ModelConfig(**shape, mixer_options={"attention": {"window": 5, "full_layers": (7,)}}))
     _, state = model.to(torch.bfloat16)(torch.zeros(1, 20, dtype=torch.int64), return_state=True)
     allocated = sum(tensor.nbytes for layer in state for tensor in layer.values())
-    assert kept(20, window=5, full_layers=(7,)) == allocated
+    assert cache_bytes(20, window=5, full_layers=(7,)) == allocated
     per_token = 2 * 64 * 2  # without padding the cache has no mask
-    assert kept(4000) - kept(1000) == 2 * 3000 * per_token
-    assert kept(4000, window=1000) == kept(999) + 2 * 999  # a window has a mask, one byte per key
+    assert cache_bytes(4000) - cache_bytes(1000) == 2 * 3000 * per_token
+    assert cache_bytes(4000, window=1000) == cache_bytes(999) + 2 * 999  # a window has a mask, one byte per key
     bidirectional = ModelConfig(**{**shape, "mixers": ("lion",), "mixer_options": {"lion": {"causal": False}}})
     assert decoding_bytes(bidirectional, 20, "bf16") is None
 
