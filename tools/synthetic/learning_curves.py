@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .experiment import Experiment, Run
-from .report import best_line, model_label
+from .report import best_line, best_widths, cells_of, model_label
 from .results import Results
 
 # Model name -> a run, and the accuracy history of the best run of each sweep.
@@ -21,11 +21,12 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
     from tools.reporting.style import saved_figure
 
     lra = experiment.suite == "lra"
+    selected = best_widths(cells_of(sweeps, results)) if lra else {}
     panels_data: dict[tuple[int, str], Histories] = {}
     for sweep in sweeps:
         first = sweep[0]
-        if lines := results.of(sweep):
-            # Each task of Long Range Arena has its width.
+        # Models of Long Range Arena have widths of their own: a panel shows each at its best width.
+        if (lines := results.of(sweep)) and selected.get((first.task, first.model), first.width) == first.width:
             panel = panels_data.setdefault((0 if lra else first.width, first.task), {})
             panel.setdefault(first.model, (first, []))[1].append(best_line(first, lines)["history"])
     models = [model for model in experiment.models if any(model in histories for histories in panels_data.values())]

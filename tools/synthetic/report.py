@@ -123,12 +123,7 @@ def mad_scores(experiment: Experiment, cells: Cells, sweeps: Sequence[Sequence[R
         if present:
             complete = len(present) == len(expected) and all(cell.complete for cell in present)
             scores[task, model, width] = Cell(statistics.mean(cell.accuracy for cell in present), None, None, complete)
-    for model, width in {(model, width) for _, model, width in settings}:
-        present = [scores[task, model, width] for task in experiment.mad if (task, model, width) in scores]
-        if len(present) == len(experiment.mad):
-            mean = statistics.mean(cell.accuracy for cell in present)
-            scores["average", model, width] = Cell(mean, None, None, all(cell.complete for cell in present))
-    return scores
+    return {**scores, **_averages(scores, list(experiment.mad))}
 
 
 def lra_scores(experiment: Experiment, cells: Cells) -> Cells:
@@ -136,17 +131,29 @@ def lra_scores(experiment: Experiment, cells: Cells) -> Cells:
 
     "average" is the mean of a model that has all tasks of the experiment.
     """
-    scores: Cells = {}
-    for (task, model, _), cell in cells.items():
-        best = scores.get((task, model, 0))
-        if best is None or cell.selection > best.selection:
-            scores[task, model, 0] = cell
-    for model in dict.fromkeys(model for _, model, _ in cells):
-        present = [scores[task, model, 0] for task in experiment.tasks if (task, model, 0) in scores]
-        if len(present) == len(experiment.tasks) > 1:
+    scores = {(task, model, 0): cells[task, model, width] for (task, model), width in best_widths(cells).items()}
+    return {**scores, **_averages(scores, experiment.tasks)}
+
+
+def best_widths(cells: Cells) -> dict[tuple[str, str], int]:
+    """Return (task, model) -> the width whose runs are selected: that of best validation accuracy."""
+    widths: dict[tuple[str, str], int] = {}
+    for (task, model, width), cell in cells.items():
+        best = widths.setdefault((task, model), width)
+        if cell.selection > cells[task, model, best].selection:
+            widths[task, model] = width
+    return widths
+
+
+def _averages(scores: Cells, tasks: Sequence[str]) -> Cells:
+    """Return the mean over the tasks of each model and width that has all of several tasks, as the task "average"."""
+    averages: Cells = {}
+    for model, width in dict.fromkeys((model, width) for _, model, width in scores):
+        present = [scores[task, model, width] for task in tasks if (task, model, width) in scores]
+        if len(present) == len(tasks) > 1:
             mean = statistics.mean(cell.accuracy for cell in present)
-            scores["average", model, 0] = Cell(mean, None, None, all(cell.complete for cell in present))
-    return scores
+            averages["average", model, width] = Cell(mean, None, None, all(cell.complete for cell in present))
+    return averages
 
 
 def markdown(experiment: Experiment, cells: Cells) -> str:

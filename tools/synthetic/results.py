@@ -84,17 +84,9 @@ class Results:
 
 def result_line(run: Run, measured: Mapping[str, Any], environment: Mapping[str, Any]) -> Line:
     """Return a line with the run's settings, the measured values and the environment (device, date, versions)."""
-    settings = {
-        "id": run.id,
-        "suite": run.suite,
-        "task": run.task,
-        "model": run.model,
-        "width": run.width,
-        "lr": run.lr,
-        "weight_decay": run.weight_decay,
-        "seed": run.seed,
-    }
-    rest = {"batch_size": run.batch_size, "precision": run.precision, "network": run.network, "data": run.data}
+    names = ("id", "suite", "task", "model", "width", "lr", "weight_decay", "seed")
+    settings = {name: getattr(run, name) for name in names}
+    rest = {name: getattr(run, name) for name in ("batch_size", "precision", "network", "data")}
     # Further digits are below the resolution of the test sets.
     history = [round(accuracy, 5) for accuracy in measured["history"]]
     return {**settings, **measured, "history": history, **rest, **environment}

@@ -15,7 +15,7 @@ from tests.data.test_long_range_arena import write_reviews
 from tools.synthetic.batches import generate
 from tools.synthetic.classification import TASKS
 from tools.synthetic.experiment import load_experiment, plan, sweeps
-from tools.synthetic.learning_curves import _draw_model
+from tools.synthetic.learning_curves import _draw_model, draw_curves
 from tools.synthetic.model_run import ModelRun
 from tools.synthetic.network import Classifier, model_config
 from tools.synthetic.preflight import check_sweep
@@ -220,14 +220,19 @@ def test_override_that_a_recipe_replaces_is_refused():
     assert load_experiment("lra", [words[0], "models=[metala]", "settings.text.epochs=1"]).settings["text"].epochs == 1
 
 
-def test_best_width_is_that_of_the_best_validation_accuracy(tmp_path):
+def test_best_width_is_that_of_the_best_validation_accuracy(tmp_path, monkeypatch):
     """Check that the test accuracy does not select the width."""
     experiment = load_experiment("lra", [*SMALL_PATHS, "settings.pathfinder.widths=[16,32]"])
     grouped = sweeps(plan(experiment, "fp32"))
     results = Results(tmp_path / "results.jsonl")
     for (run,), validation, test in zip(grouped, (0.9, 0.8), (0.5, 0.7), strict=True):
-        results.add(result_line(run, {"accuracy": test, "best_accuracy": validation, "history": []}, {}))
+        history = [validation / 2, validation]
+        results.add(result_line(run, {"accuracy": test, "best_accuracy": validation, "history": history}, {}))
     assert scores(experiment, grouped, results)["pathfinder", "metala", 0].accuracy == 50
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    draw_curves(experiment, grouped, results, tmp_path / "learning_curves.png")
+    assert figures[0].axes[0].lines[0].get_ydata().tolist() == [45, 90], "the curve of the best width alone"
 
 
 def test_finished_group_reports_the_run_of_best_validation_accuracy(tmp_path, monkeypatch, capsys):
