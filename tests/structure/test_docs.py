@@ -27,7 +27,7 @@ PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - HISTORY)
 CONFIGS = sorted((ROOT / "configs").rglob("*.yml"))
 TOP = ("configs", "data", "docs", "megatron_lite", "models", "tests", "tools")
 EXPERIMENTS = ("mqar", "mad", "listops", "lra")
-# The reader's own files, and one of GPT-NeoX.
+# Files of the reader, and one of GPT-NeoX.
 NOT_HERE = {"models/mixers/decayed.py", "configs/NAME.yml", "tools/datasets/preprocess_data.py"}
 LAUNCHER_OPTIONS = {
     "--gpus-per-node",
@@ -102,21 +102,22 @@ def is_key(name: str) -> bool:
     return name in config_keys() or name.startswith("model.mixer_options")
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @by_page(sorted({*PAGES, *HISTORY}))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     wrong = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if not target.startswith(("http", "mailto")):
-            file, _, anchor = target.partition("#")
-            path = (page.parent / file).resolve() if file else page
-            headings = (
-                re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-                if path.suffix == ".md" and path.exists()
-                else []
-            )
-            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            if not path.exists() or (anchor and anchor not in anchors):
-                wrong.append(target)
+        if target.startswith(("http", "mailto")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            wrong.append(target)
     assert not wrong
 
 

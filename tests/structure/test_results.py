@@ -41,9 +41,8 @@ def test_section_with_a_table_has_a_command(page: str) -> None:
 
 def test_figures_are_those_that_pages_show() -> None:
     pages = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-    assert set(re.findall(r"figures/(\w+\.png)", pages)) == {
-        path.name for path in (ROOT / "docs" / "figures").glob("*.png")
-    }
+    figures = {path.name for path in (ROOT / "docs" / "figures").glob("*.png")}
+    assert set(re.findall(r"figures/(\w+\.png)", pages)) == figures
 
 
 def test_figures_are_drawn_from_the_tables_of_the_pages(tmp_path: Path) -> None:

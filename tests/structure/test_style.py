@@ -32,7 +32,7 @@ LIMITS = {
     "data": (0, 0, 0),
     "megatron_lite": (0, 0, 0),
     "models": (0, 0, 0),
-    "tools": (2, 0, 0),
+    "tools": (0, 0, 0),
     "docs": (1, 0, 0),  # CHANGELOG.md names a former function
     "tests": (0, 0, 0),
 }

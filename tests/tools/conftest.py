@@ -1,4 +1,4 @@
-"""A run to look at: a tiny model trained for a few steps on a small corpus, with checkpoint and tokenizer."""
+"""A tiny trained run for the tests of tools: metrics, checkpoint and tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 30
 
 
 def write_corpus(path: Path, documents: int = 120, seed: int = 0) -> None:
-    """Small made-up functions with names, numbers and characters of one to four bytes."""
+    """Write small made-up functions with names, numbers and characters of one to four bytes."""
     draw = random.Random(seed)
     names = ["alpha", "beta", "gamma", "naïve", "größe", "値", "🙂", "total", "count", "index"]
     with path.open("w", encoding="utf-8") as out:

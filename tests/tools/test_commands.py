@@ -1,4 +1,4 @@
-"""Every documented command has the options that it is given, and answers --help without heavy imports."""
+"""Documented commands have the options that the pages name, and --help answers without heavy imports."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tools.cli.arguments import command, refused
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "configs").rglob("*.yml"))
-PAGES.remove(ROOT / "docs" / "dev_log.md")  # history names what is gone
+PAGES.remove(ROOT / "docs" / "dev_log.md")  # the log also names removed commands
 COMMAND = re.compile(r"(?:python|torchrun[^\n`]*?) (?:-m )?(tools\.[a-z_.]+[a-z]|train\.py|eval\.py)([^\n`#|]*)")
 HEAVY = ("torch", "transformers", "datasets", "lm_eval", "matplotlib", "deepspeed", "fla", "triton")
 
 
 def documented() -> list[tuple[str, str]]:
-    """(program, the words after it) of every command in the documentation."""
+    """Return (program, its arguments) of every command in the documentation."""
     return sorted({match.groups() for page in PAGES for match in COMMAND.finditer(page.read_text())})
 
 
@@ -104,18 +104,18 @@ def test_job_equals_its_program(job):
     assert help_of("tools", job) == help_of(program if "." in program else f"{program}.py", *first)
 
 
-def test_the_commands_of_the_documentation_exist():
+def test_options_of_documented_commands_exist():
     unknown = []
     for program, words in documented():
         known = help_of(program)
-        first = re.match(r" ([a-z]+)(?= )", words)  # a command of the program, as in `tools.benchmark train`
+        first = re.match(r" ([a-z]+)(?= )", words)  # a subcommand, as in `tools.benchmark train`
         if first and re.search(rf"\b{first[1]}\b", known):
             known += help_of(program, first[1])
         if suite := re.search(r"--suite (\w+)", words):
             known += help_of(program, "--suite", suite[1])
-        flag = r"(?<!\S)--[a-z][\w-]*"
-        there = set(re.findall(r"--[a-z][\w-]*", known))
-        unknown += [f"{program}{words}: {name}" for name in re.findall(flag, words) if name not in there]
+        options = set(re.findall(r"--[a-z][\w-]*", known))
+        named = re.findall(r"(?<!\S)--[a-z][\w-]*", words)
+        unknown += [f"{program}{words}: {name}" for name in named if name not in options]
     assert not unknown
 
 
@@ -131,7 +131,7 @@ sys.exit(main())
 """
 
 
-def test_output_that_nobody_reads_on_is_no_error() -> None:
+def test_closed_standard_output_is_no_error() -> None:
     words = [sys.executable, "-c", PIPED]
     with subprocess.Popen(
         words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -156,7 +156,7 @@ def test_one_rank_per_machine_prints_a_refusal(capsys, tmp_path, monkeypatch) ->
     assert "error: no such key" in ChildFailedError("train.py", {1: failure}).format_msg()
 
 
-def test_an_interrupt_is_one_word_and_status_130(capsys) -> None:
+def test_interrupt_prints_one_word_and_exits_with_130(capsys) -> None:
     @command
     def main(arguments=None):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What is seen to be wrong at once is refused before anything slow: the hub, weights, a folder of data, another run."""
+"""Invalid input is refused before slow work: the hub, weights, a folder of data, another run."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def places(tmp_path_factory, trained_run: Path, masked_run: Path, eval_data: Pat
 
 
 @pytest.mark.parametrize(
-    ("program", "line", "slow", "answer"), CASES, ids=[f"{program} {line}" for program, line, *_ in CASES]
+    ("program", "line", "slow", "message"), CASES, ids=[f"{program} {line}" for program, line, *_ in CASES]
 )
-def test_refused_before_anything_slow(program, line, slow, answer, places, tmp_path, capsys, monkeypatch):
+def test_invalid_input_is_refused_before_slow_work(program, line, slow, message, places, tmp_path, capsys, monkeypatch):
     def called(*_: object, **__: object) -> None:
         raise AssertionError(f"{slow} was called")
 
@@ -121,6 +121,6 @@ def test_refused_before_anything_slow(program, line, slow, answer, places, tmp_p
     known = {**places, "OUT": str(tmp_path / "out")}
     words = [re.sub("|".join(known), lambda place: known[place[0]], word) for word in line.split()]
     assert importlib.import_module(program).main(words) == 2
-    assert re.search(answer, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
     assert not Path(places["NONE"]).exists()

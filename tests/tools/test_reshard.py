@@ -1,4 +1,4 @@
-"""Checkpoints written for another layout: stopped, on a full disk, over what is there."""
+"""tools.reshard: killed, on a full disk, and over an existing checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_killed_before_latest_names_it(
         patched.setattr(writing, "write_text", killed)
         assert main(words) == 130
     assert [path.name for path in out.iterdir()] == ["step_00000000"]
-    assert main([*words, "--data", "2"]) == 2, "another layout is not what stands there"
+    assert main([*words, "--data", "2"]) == 2, "the folder holds a checkpoint of another layout"
     assert not (out / "latest").exists()
     assert main(words) == 0
     assert checkpoint.resolve(out) == out / "step_00000000"
@@ -44,7 +44,7 @@ def test_killed_before_latest_names_it(
     assert "exists: name another output folder" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_is_reported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:

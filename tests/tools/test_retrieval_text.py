@@ -1,4 +1,4 @@
-"""tools.retrieval_text: RULER's tasks as training text, apart from the examples of an evaluation."""
+"""tools.retrieval_text: RULER's tasks as training text, with other seeds than the examples of an evaluation."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_needles_hide_in_the_sentences_of_a_text(tmp_path, capsys):
     assert main([*COMMAND, *words]) == 0
     first, second = (json.loads(line)["text"] for line in (tmp_path / "out").read_text().splitlines()[:2])
     numbers = [[int(n) for n in re.findall(r"Sentence (\d+) stands here\.", text)] for text in (first, second)]
-    assert all(len(found) > 30 for found in numbers)
-    assert all((b - a) % 200 == 1 for found in numbers for a, b in itertools.pairwise(found))
+    assert all(len(sequence) > 30 for sequence in numbers)
+    assert all((b - a) % 200 == 1 for sequence in numbers for a, b in itertools.pairwise(sequence))
     assert numbers[0][0] != numbers[1][0], "another part of the text"
     assert len(sentences([text], 100)) == 200
     (tmp_path / "book.txt").write_text(text[:1800])

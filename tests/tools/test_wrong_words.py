@@ -1,5 +1,7 @@
-"""Wrong words on a command line, and files that cannot be used, are answered by every program with a sentence on stderr and
-exit status 2, never with a traceback."""
+"""Every program answers invalid arguments and unusable files with one message on stderr and exit status 2.
+
+No program shows a traceback for them.
+"""
 
 from __future__ import annotations
 
@@ -260,11 +262,13 @@ def places(tmp_path_factory, trained_run) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "line", "answer"),
+    ("program", "line", "message"),
     [(program, *case) for program, cases in CASES.items() for case in cases],
     ids=[f"{program.removesuffix('.__main__')} {line}" for program, cases in CASES.items() for line, _ in cases],
 )
-def test_a_sentence_and_status_2(program, line, answer, places, tmp_path, capsys, monkeypatch):
+def test_invalid_input_prints_one_message_and_exits_with_2(
+    program, line, message, places, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     known = {**places, "OUT": str(tmp_path / "out")}
@@ -276,11 +280,11 @@ def test_a_sentence_and_status_2(program, line, answer, places, tmp_path, capsys
     printed = capsys.readouterr()
     assert status == 2, printed
     assert len(re.findall(r"(?m)^(?:error|python .*: error): ", printed.err)) == 1
-    assert re.search(answer, printed.err, re.DOTALL), printed.err
+    assert re.search(message, printed.err, re.DOTALL), printed.err
     assert not Path(places["NONE"]).exists()
 
 
-def test_every_program_is_here():
+def test_every_program_has_cases():
     def is_program(path: Path) -> bool:
         tree = ast.parse(path.read_text())
         called = {
@@ -297,7 +301,7 @@ def test_every_program_is_here():
     assert names == set(CASES)
 
 
-def test_a_full_disk_is_no_refusal(capsys):
+def test_full_disk_exits_with_1(capsys):
     @arguments.command
     def main(words: object) -> int:
         raise OSError(28, "No space left on device", "x.bin")
@@ -308,10 +312,10 @@ def test_a_full_disk_is_no_refusal(capsys):
     )
 
 
-def test_a_mistake_of_the_program_keeps_its_traceback():
+def test_error_of_the_program_keeps_its_traceback():
     @arguments.command
     def main(words: object) -> int:
-        raise TypeError("a mistake")
+        raise TypeError("an error")
 
-    with pytest.raises(TypeError, match="a mistake"):
+    with pytest.raises(TypeError, match="an error"):
         main()

@@ -18,7 +18,7 @@ HOSTILE = "</script><script>document.title = 'taken'</script><!-- <b>&amp; \u202
 
 
 class Page(HTMLParser):
-    """Elements with their attributes, and the text of the script elements."""
+    """Collect the elements with their attributes, and the text of the script elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_browser_shows_the_page(run: Path, tmp_path: Path) -> None:
     assert "step_00000030" in shown
 
 
-# The parts of a browser that the page's script uses. It prints the text of each element that the script accessed.
+# The parts of a browser that the page's script uses. The program prints the text of each element that the script accessed.
 BROWSER = r"""
 const [, , file, more] = process.argv;
 const [data, script] = [...require("fs").readFileSync(file, "utf8").matchAll(/<script[^>]*>([^]*?)<\/script>/g)].map((m) => m[1]);
