@@ -207,7 +207,7 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
     right, likely = _values(results)
     panels = (
         (right, (0, 100), 0, "answers right, %"),
-        (likely, (np.nanmin(likely), 0), 1, "log-likelihood of the number, nats"),
+        (likely, (np.nanmin(likely, initial=0), 0), 1, "log-likelihood of the number, nats"),
     )
     depths = [f"{depth:g}" for depth in results["depths"]]
     height = 1.5 + 0.3 * len(depths)

@@ -121,7 +121,7 @@ def test_generation_equals_hf(lm, theirs, until):
 
 def test_settings_of_one_request_do_not_change_another(lm):
     settings = [{"until": until, "max_gen_toks": n} for until, n in (([], 12), ([], 5), (["a"], 12), (["e"], 12))]
-    requests = instances("generate_until", [("def ", own) for own in settings])
+    requests = instances("generate_until", [("def ", values) for values in settings])
     together = lm.generate_until(requests)
     assert together == [lm.generate_until([request])[0] for request in requests]
     assert len(set(together)) > 2

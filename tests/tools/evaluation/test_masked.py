@@ -98,7 +98,3 @@ def test_masked_model_is_noted_and_does_not_generate(eval_data):
 def test_tokenizer_without_a_row_for_its_mask_is_refused():
     with pytest.raises(ValueError, match=r"has id 257, and the model has 257 rows: .*; evaluate one"):
         ProjectLM(encoder(257, **ENCODERS[0]), load_tokenizer("bytes"), max_length=64)
-
-
-def test_causal_models_are_not_masked():
-    assert not ModelConfig(vocab_size=10, num_layers=1, hidden_size=32, num_heads=2).bidirectional_mixers()

@@ -34,10 +34,10 @@ class Answering(LM):
         return actual
 
     def loglikelihood_rolling(self, requests, **kwargs):
-        pytest.fail("multirc asks for choices alone")
+        pytest.fail("MultiRC ranks choices only")
 
     def generate_until(self, requests, **kwargs):
-        pytest.fail("multirc asks for choices alone")
+        pytest.fail("MultiRC ranks choices only")
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_answers_equal_greedy_decoding(trained_run: Path, tmp_path: Path, monkey
 
 
 class Recalls(nn.Module):
-    """A model whose likeliest token after each prefix in `says` is the given one, by `sure`. Its state is the text read."""
+    """Predict `says[prefix]` after each prefix, with a logit of `sure`. The state holds the ids that were read."""
 
     def __init__(self, model: Any, says: dict[tuple[int, ...], int], sure: float) -> None:
         super().__init__()

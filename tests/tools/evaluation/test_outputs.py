@@ -225,7 +225,7 @@ def test_later_needle_adds_its_cells(trained_run: Path, tmp_path: Path, capsys) 
     assert command.main([*words, "--lengths", "192", "--depths", "0,100"]) == 0
     held = read(out)
     first = held["cells"]
-    first[0]["log_likelihood"] = None  # as of an answer that is no number
+    first[0]["log_likelihood"] = None  # JSON of NaN
     out.write_text(json.dumps(held))
     assert command.main([*words, "--lengths", "192,160", "--depths", "50,100"]) == 0
     actual = read(out)
