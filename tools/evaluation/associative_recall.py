@@ -62,7 +62,8 @@ def associative_recall(
 def add_recall(loaded: LoadedModel) -> None:
     """Measure a run's model and add the scores to its results file."""
     file = IndexedTokens(validation_text(loaded).prefix)
-    ids, counts = np.unique(np.concatenate([file[n] for n in range(len(file))])[:_TOKENS], return_counts=True)
+    sequences = min(len(file), int(np.searchsorted(np.cumsum(file.sizes, dtype=np.int64), _TOKENS)) + 1)
+    ids, counts = np.unique(np.concatenate([file[n] for n in range(sequences)])[:_TOKENS], return_counts=True)
     # Rare tokens have embeddings that were hardly trained.
     ids = ids[(counts >= 10) & (ids != loaded.tokenizer.end_of_document_id)].astype(np.int64)
     scores, details = {}, {}

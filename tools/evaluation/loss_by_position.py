@@ -157,7 +157,13 @@ def plot_positions(results: list[LossByPosition], out: Path) -> None:
 
 
 def run_positions(
-    loaded: LoadedModel, texts: Sequence[TokenText], request: TextRequest, picture: Path, cache: RequestCache
+    loaded: LoadedModel,
+    texts: Sequence[TokenText],
+    request: TextRequest,
+    picture: Path,
+    cache: RequestCache,
+    *,
+    progress: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Measure the loss by position, print one sentence per text and draw a picture.
 
@@ -165,9 +171,8 @@ def run_positions(
     """
     trained = int(loaded.config["batch"]["sequence_length"])
     length = request.sequence_length or 4 * trained
-    results = [
-        loss_by_position(loaded, text, length=length, batch_size=request.batch_size, cache=cache) for text in texts
-    ]
+    settings: dict[str, Any] = {"batch_size": request.batch_size, "progress": progress, "cache": cache}
+    results = [loss_by_position(loaded, text, length=length, **settings) for text in texts]
     plot_positions(results, picture)
     entries: dict[str, dict[str, Any]] = {}
     for result in results:

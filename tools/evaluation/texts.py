@@ -44,7 +44,7 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
     print(f"{loaded.checkpoint}: {loaded.num_parameters / 1e6:,.2f} M parameters, {dtype} on {loaded.device}\n")
     out = results_file(request, located, "texts")
     cache = open_cache(loaded, out)
-    results = evaluate_texts(loaded, texts, out, cache)
+    results = evaluate_texts(loaded, texts, out, cache, progress=request.progress)
     # Other texts of the file may have been measured in another number format.
     saved = {name: {**metrics, "dtype": dtype} for name, metrics in results.items()}
     if not texts.by_position:
@@ -79,7 +79,9 @@ def open_cache(loaded: TextModel, out: Path) -> RequestCache:
     return cache
 
 
-def evaluate_texts(loaded: TextModel, request: TextRequest, out: Path, cache: RequestCache) -> dict[str, Any]:
+def evaluate_texts(
+    loaded: TextModel, request: TextRequest, out: Path, cache: RequestCache, *, progress: bool = True
+) -> dict[str, Any]:
     """Return metrics by text: of the requested texts, or of the run's validation set.
 
     out: the results file; a chart is written beside it. cache: as in `perplexity`. Raises FileNotFoundError, ValueError.
@@ -89,7 +91,8 @@ def evaluate_texts(loaded: TextModel, request: TextRequest, out: Path, cache: Re
         if isinstance(loaded, LoadedModel):
             texts = texts or [validation_text(loaded)]
         if request.by_position and isinstance(loaded, LoadedModel):
-            return run_positions(loaded, texts, request, out.with_name("perplexity_by_position.png"), cache)
+            picture = out.with_name("perplexity_by_position.png")
+            return run_positions(loaded, texts, request, picture, cache, progress=progress)
         return {
             text.name: perplexity(
                 loaded,
@@ -97,6 +100,7 @@ def evaluate_texts(loaded: TextModel, request: TextRequest, out: Path, cache: Re
                 sequence_length=request.sequence_length,
                 stride=request.stride,
                 batch_size=request.batch_size,
+                progress=progress,
                 cache=cache,
             )
             for text in texts

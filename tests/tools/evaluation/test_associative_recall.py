@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from data.indexed import IndexedWriter
+from tools.evaluation import associative_recall as recall
 from tools.evaluation.associative_recall import associative_recall, recall_rows
 
 IDS = np.arange(5, 105)
@@ -41,3 +44,20 @@ def test_recall_is_one_for_a_model_that_copies_and_chance_for_one_that_does_not(
     score, error = associative_recall(loaded, IDS, pairs=8, examples=64)
     assert score == pytest.approx(expected)
     assert error == 0
+
+
+def test_pairs_are_frequent_tokens_of_the_first_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
+        for document in ([*range(8)] * 12, [*range(8, 20)], [*range(20, 30)] * 12):
+            writer.add_document(np.array(document))
+    drawn: list[list[int]] = []
+    monkeypatch.setattr(recall, "_TOKENS", 100)  # ends in the second document
+    monkeypatch.setattr(recall, "validation_text", lambda _: SimpleNamespace(prefix=tmp_path / "text"))
+    monkeypatch.setattr(recall, "associative_recall", lambda _, ids, pairs: drawn.append(ids.tolist()) or (0.5, 0.1))
+    added: list[Any] = []
+    monkeypatch.setattr(recall, "add_to_run", lambda _, *scores: added.extend(scores))
+    loaded: Any = SimpleNamespace(tokenizer=SimpleNamespace(end_of_document_id=0))
+    recall.add_recall(loaded)
+    assert drawn == [[*range(1, 8)]] * 2
+    assert added[0] == {"mqar": {f"MQAR with {pairs} pairs": {"accuracy": 0.5} for pairs in (8, 32)}}
+    assert added[1]["mqar"]["MQAR with 8 pairs"] == {"accuracy": {"stderr": 0.1, "chance": 1 / 8}}

@@ -282,6 +282,21 @@ def test_interrupted_measurement_resumes(
     assert not (tmp_path / "cut" / "perplexity_batches").exists()
 
 
+@pytest.mark.parametrize("words", [[], ["--by-position"]])
+def test_progress_bar_is_hidden_on_request(trained_run: Path, tmp_path: Path, monkeypatch, words: list[str]) -> None:
+    hidden: list[bool] = []
+
+    def bar(steps: Any, *, disable: bool, **_: Any) -> Any:
+        hidden.append(disable)
+        return steps
+
+    monkeypatch.setattr("tools.evaluation.perplexity.ProgressBar", bar)
+    out = ["--out", str(tmp_path / "results.json"), "--device", "cpu"]
+    for more in ([], ["--no-progress"]):
+        assert evaluation.main([str(trained_run), *out, *words, *more]) == 0
+    assert hidden == [False, True]
+
+
 def without_times(content: Any) -> Any:
     if not isinstance(content, dict):
         return content
