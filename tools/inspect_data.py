@@ -127,7 +127,8 @@ def _print_summary(tokens: IndexedTokens, tokenizer: Tokenizer | None) -> None:
         ends = np.unique(tokens.document_starts[:1001])[1:]  # of documents that have sequences
         last = [int(tokens[int(end) - 1][-1]) for end in ends if tokens.sizes[int(end) - 1]]
         ended = sum(token == tokenizer.end_of_document_id for token in last)
-        print(f"  tokenizer  {tokenizer.type} {tokenizer.path or ''}, {tokenizer.vocab_size:,} entries")
+        path = f" {tokenizer.path}" if tokenizer.path else ""
+        print(f"  tokenizer  {tokenizer.type}{path}, {tokenizer.vocab_size:,} entries")
         print(f"  documents that end with the end-of-document token: {ended:,} of the first {len(last):,}")
     print("  both files have the sizes that the index gives")
 
@@ -176,7 +177,7 @@ def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> N
         raise ValueError(
             f"there is no sample {options.sample}: these files give 0 to {len(dataset) - 1} (--num-samples)"
         )
-    print(f"sample {options.sample} of {len(dataset):,} ({dataset.epochs} epochs, seed {options.seed})")
+    print(f"sample {options.sample} of {len(dataset):,} (epochs: {dataset.epochs}, seed {options.seed})")
     for sequence, first, count in dataset.spans_of_sample(options.sample):
         document = int(np.searchsorted(dataset.file.document_starts, sequence, side="right")) - 1
         print(f"  document {document}, tokens {first:,} to {first + count - 1:,}: {_origin(dataset.file, document)}")

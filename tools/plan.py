@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", nargs="+", metavar="FILE.yml | key.sub=value", help="as for train.py")
     parser.add_argument("--gpus", type=positive, default=1, help="processes of the run (default 1)")
     parser.add_argument(
-        "--gpu", default="H200", help="name as in megatron_lite/planning/flops.py, for the peak (default H200)"
+        "--gpu", default="H200", help="name whose peak megatron_lite/planning/flops.py lists (default H200)"
     )
     parser.add_argument("--gpu-memory", type=above_zero, default=141.0, metavar="GB", help="per GPU (default 141)")
     parser.add_argument(
@@ -136,7 +136,8 @@ def plan(options: argparse.Namespace) -> int:
     dtype = "bf16" if config.precision.dtype == "auto" else config.precision.dtype
     peak = listed_peak_flops(options.gpu, dtype)
     if peak is None:
-        raise ValueError(f"--gpu {options.gpu!r}: no {dtype} peak; known are {', '.join(PEAK_TERAFLOPS)}")
+        known = [name for name, peaks in PEAK_TERAFLOPS.items() if dtype in peaks]
+        raise ValueError(f"--gpu {options.gpu!r}: its {dtype} peak is not known; allowed are {', '.join(known)}")
     inside, outside = options.node_bandwidth, options.network_bandwidth
     links = Links(inside=inside * 1e9, outside=outside * 1e9, machine=options.gpus_per_machine)
     rows = list(layouts(config, words, options.gpus, dtype, peak * options.mfu, links))
@@ -265,8 +266,9 @@ def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str
     columns = [(0, 1), (0, 2)] if narrow else [(0, 1, 2)]
     tables = ["\n".join("".join(parts[i] for i in shown) for parts in lines) for shown in columns]
     notes = (
-        "grads: gradients; optim: optimizer state; activ: activations, with the",
-        "workspace of one layer (logits in chunks included); busy: share of time spent computing",
+        "data: data-parallel ranks; micro: micro-batches per step; grads: gradients;",
+        "optim: optimizer state; activ: activations, with the workspace of one layer",
+        "(logits in chunks included); busy: share of time spent computing",
     )
     return "\n\n".join(tables) + "\n" + "\n".join(notes)
 

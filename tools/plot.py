@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.cli.arguments import check_picture, command, command_line
+from tools.cli.arguments import check_picture, check_writable, command, command_line
 from tools.reporting.run_curves import plot_runs
 
 if TYPE_CHECKING:
@@ -39,9 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ),
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    parser.add_argument("-o", "--out", type=Path, help="file to write; its suffix selects the format (png, pdf, svg)")
-    parser.add_argument("--html", action="store_true", help="write a self-contained page instead of a figure")
+    parser.add_argument(
+        "-o", "--out", type=Path, help="file to write; its suffix selects a figure's format (png, pdf, svg)"
+    )
+    parser.add_argument("--html", action="store_true", help="write a page (.html) in one file instead of a figure")
     options = parser.parse_args(arguments)
+    if options.out is not None:
+        _check_out(options.out, html=options.html)
     if options.html and len(options.runs) > 1:
         from tools.reporting.runs_page import write_runs_page
 
@@ -53,10 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         folder = options.runs[0].parent if options.runs[0].is_file() else options.runs[0]
         default = folder / "plot.png" if len(options.runs) == 1 else Path("plot.png")
-        if options.out is not None:
-            check_picture(options.out, "--out")
         print(plot_runs(options.runs, options.out or default))
     return 0
+
+
+def _check_out(out: Path, *, html: bool) -> None:
+    if not html:
+        check_picture(out, "--out")
+        return
+    check_writable(out, "--out")
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--out {out}: the name of a page must end in .html; without --html a picture is written")
 
 
 def _comparison_tables(runs: Sequence[Path]) -> list[Section]:

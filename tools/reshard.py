@@ -10,6 +10,7 @@ new layout then reads mostly one file instead of many. Tensors, optimizer state 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,12 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -> str:
-    """Rewrite `source` into the folder `output` for data x tensor x pipeline processes. Return a line for the user.
+    """Rewrite `source` into the folder `output` for data x tensor x pipeline processes. Return a sentence for the user.
 
     Raises:
         CheckpointError: the source cannot be read, or the output exists or cannot be written.
         ValueError: the model does not divide into that layout.
     """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for a GPU and prints a warning
     from data.progress import ProgressBar
     from megatron_lite.checkpoint import reader as checkpoint
     from megatron_lite.checkpoint.storage import rewrite

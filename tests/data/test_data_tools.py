@@ -45,7 +45,7 @@ def test_where_a_sample_comes_from(prefix, capsys):
     arguments = ["--sample", "1", "--sequence-length", "30", "--num-samples", "10", "--seed", "7"]
     assert inspect_data.main([str(prefix), *arguments]) == 0
     text = capsys.readouterr().out
-    assert "(1 epochs, seed 7)" in text
+    assert "(epochs: 1, seed 7)" in text
     assert "  document " in text
     assert ": a file that is not recorded" in text
     assert "of document" in text

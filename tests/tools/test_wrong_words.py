@@ -160,7 +160,7 @@ CASES = {
     ],
     "tools.plan": [
         ("CONFIG --gpus 0", "--gpus: 0: a whole number, 1 or more, is allowed"),
-        ("CONFIG --gpu nosuch", "--gpu 'nosuch': no .* peak; known are V100"),
+        ("CONFIG --gpu V100", "--gpu 'V100': its bf16 peak is not known; allowed are A10, "),
         ("CONFIG --mfu 40", "--mfu: 40: a number above 0 and at most 1 is allowed"),
         ("CONFIG --node-bandwidth 0", "--node-bandwidth: 0: a number above 0"),
         ("CONFIG --tensor 2", "--tensor is not an option.*; nearest: parallel.tensor"),
@@ -168,6 +168,8 @@ CASES = {
     ],
     "tools.plot": [
         ("NONE", "no metrics there; name the folder of a run"),
+        ("RUN --html -o OUT/page.png", r"--out .*page\.png: the name of a page must end in \.html"),
+        ("RUN --html -o FILE/page.html", r"--out .*page\.html: cannot be written \(Not a directory"),
         ("RUN -o OUT/plot.nosuch", r"--out .*plot\.nosuch: the name must end in an image format, such as \.png"),
         ("RUN -o FILE/plot.png", r"--out .*plot\.png: cannot be written \(Not a directory"),
     ],
