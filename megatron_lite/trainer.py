@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -184,8 +184,8 @@ class Trainer(Generic[ModelT]):
                     stopped = True
                     if not save:
                         self._save(wait=True)
-            if stopped and not last and self.metrics is not None:
-                self.metrics.log(state.step, {"signal": signal.received or "on another rank"}, kind="stop")
+            if stopped and not last:
+                self._log({"signal": signal.received or "on another rank"}, "stop")
             final = self._evaluate_at_the_end() if last else None
         return FitResult(final is not None, state, final or {}, self._checkpointer.latest() if grid.is_main else None)
 
@@ -233,7 +233,7 @@ class Trainer(Generic[ModelT]):
                 data_seconds=data_seconds,
                 spread=spread,
             )
-            self.metrics.log(state.step, {**values, **sources.take()})
+            self._log({**values, **sources.take()}, "train")
         if self.metrics is not None and spread is not None:
             for text in spread.slow:
                 self.metrics.warn(state.step, text, kind="slow_rank")
@@ -294,8 +294,7 @@ class Trainer(Generic[ModelT]):
         if self._sample is not None:
             with self.engine.optimizer_state.averaged(), self.engine.evaluating():
                 sample = self._sample()
-            if self.metrics is not None:
-                self.metrics.log(self.state.step, sample, kind="sample")
+            self._log(sample, "sample")
         return values
 
     def _evaluate(self, data: ValidationSet, limit: int | None, kind: str) -> dict[str, float] | None:
@@ -306,8 +305,7 @@ class Trainer(Generic[ModelT]):
         if values is None:
             return None
         values["tokens"] = self.state.consumed_tokens
-        if self.metrics is not None:
-            self.metrics.log(self.state.step, values, kind=kind)
+        self._log(values, kind)
         if values["evaluated_tokens"] and not math.isfinite(values["loss"]):
             self._refuse_state(f"the {kind} loss of step {self.state.step} is not finite", always=True)
         return values
@@ -341,9 +339,7 @@ class Trainer(Generic[ModelT]):
             kind, values = "evaluation_error", {"error": f"{type(error).__name__}: {error}"}
             if self.engine.grid.is_main:
                 warnings.warn(f"evaluation.suites at step {self.state.step} failed: {error}", stacklevel=2)
-        values |= {"tokens": self.state.consumed_tokens, "seconds": time.perf_counter() - begin}
-        if self.metrics is not None:
-            self.metrics.log(self.state.step, values, kind=kind)
+        self._log(values | {"tokens": self.state.consumed_tokens, "seconds": time.perf_counter() - begin}, kind)
         self._watchdog.kick()
         return True
 
@@ -362,9 +358,13 @@ class Trainer(Generic[ModelT]):
 
     def _note_saved(self, complete: bool) -> None:
         last = self._checkpointer.last
-        if complete and last is not None and self.metrics is not None:
-            values = {"seconds": last.seconds, "stopped_seconds": last.stopped_seconds}
-            self.metrics.log(last.step, values, kind="checkpoint")
+        if complete and last is not None:
+            self._log({"seconds": last.seconds, "stopped_seconds": last.stopped_seconds}, "checkpoint", last.step)
+
+    def _log(self, values: Mapping[str, Any], kind: str, step: int | None = None) -> None:
+        """Write a metrics line of a step, None: the last one, on the process that has the metrics file."""
+        if self.metrics is not None:
+            self.metrics.log(self.state.step if step is None else step, values, kind=kind)
 
     def _save_due(self) -> bool:
         settings, step = self.config.checkpoint, self.state.step

@@ -17,8 +17,8 @@ class ValidationSet:
     """Validation data of this process.
 
     Attributes:
-        batches: (part, limit) -> this data rank's micro-batches of a part, the same number on every rank. `limit` is the number
-            of global batches over all parts, of which the part has its share; None: all.
+        batches: (part, limit) -> this data rank's micro-batches of a part, the same number on every rank. `limit`: number of
+            global batches over all parts, of which each part has its share; None: all.
         parts: name of each part (a source of the text; "" for a single part) -> its share of the tokens.
         total_bytes: bytes of the text of the whole set; None if unknown.
         total_tokens: tokens with a label in the whole set.
@@ -67,7 +67,7 @@ def evaluate(
         sums[name] = engine.evaluate(counted(data.batches(name, limit)))
         if stopped:
             return None
-    # A small part of a masked set may have no masked token. It then has no loss.
+    # A small part of a masked set may have no masked token, and then no loss.
     weights = {name: part.weight for name, part in sums.items() if part.weight}
     # In the whole set every labelled token has the same weight. In a selection the parts have their shares of the text.
     shares = weights if limit is None else {name: data.parts[name] for name in weights}

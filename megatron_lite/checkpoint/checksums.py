@@ -1,6 +1,6 @@
 """SHA-256 of the files of a checkpoint or an export, in the format of the command `sha256sum`.
 
-`sha256sum -c SHA256SUMS` in such a folder checks it too. Folders of earlier versions have no such file and are not checked.
+`sha256sum -c SHA256SUMS` checks a folder too. Folders of earlier versions have no such file and are not checked.
 """
 
 from __future__ import annotations

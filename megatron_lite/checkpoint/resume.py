@@ -55,7 +55,7 @@ def find_start(config: CheckpointConfig, grid: Grid) -> StartPoint | None:
     """Return the checkpoint to start from, the same on every process; None for a new run.
 
     `resume: never` archives the checkpoints of the folder. A path of another run applies to the first start only; later starts
-    use checkpoints of their own.
+    resume from the run's own checkpoints.
 
     Raises:
         CheckpointError: the checkpoint is missing or cannot be read.

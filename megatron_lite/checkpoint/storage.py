@@ -47,7 +47,8 @@ def write_weights(
 ) -> Path:
     """Write `directory/step_00000000` from weights only and let `latest` name it, so that a run can start from it.
 
-    There is no optimizer state; its reader returns zeros, the state of a new optimizer. Weights are written one at a time.
+    The checkpoint has no optimizer state. A reader of moments gets zeros, the state of a new optimizer. Weights are written one
+    at a time.
 
     Args:
         weights: canonical name and full tensor, in the order of `shapes`.
@@ -235,7 +236,7 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     gone = []
     for folder in [steps[step] for step in counted[:-keep_last]]:  # [:-0] is none
         try:
-            # Without the manifest the rest is not a checkpoint, if this is interrupted. The next call removes it.
+            # The manifest goes first: a folder without it is no checkpoint, and the next call removes it.
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder)
             gone.append(folder)

@@ -187,24 +187,19 @@ def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
 
 
 def _overlap_conflict(parallel: Mapping[str, Any], micro_batch_size: Any) -> str:
-    """Return the key and value that rule out tensor-parallel overlap; empty if it is supported."""
-    values = {"tensor": 1, "context": 1, "zero_stage": 1, "sequence_parallel": False, "compile": False}
-    values |= {key: parallel[key] for key in values if parallel.get(key) is not None}
+    """Return the key and value that rule out tensor-parallel overlap; empty if it is supported.
+
+    parallel: the section, in which only `tensor` must be set.
+    """
     conflicts = {
-        "tensor": values["tensor"] == 1,
-        "context": values["context"] != 1,
-        "zero_stage": values["zero_stage"] == 3,
-        "sequence_parallel": values["sequence_parallel"],
-        "compile": values["compile"],
+        "parallel.tensor = 1": parallel["tensor"] == 1,
+        f"parallel.context = {parallel.get('context')}": parallel.get("context") not in (None, 1),
+        "parallel.zero_stage = 3": parallel.get("zero_stage") == 3,
+        "parallel.sequence_parallel = true": parallel.get("sequence_parallel") is True,
+        "parallel.compile = true": parallel.get("compile") is True,
+        f"batch.micro_batch_size = {micro_batch_size}, which is odd": _count(micro_batch_size) and micro_batch_size % 2,
     }
-    for key, bad in conflicts.items():
-        if bad:
-            return f"parallel.{key} = {str(values[key]).lower()}"
-    return (
-        f"batch.micro_batch_size = {micro_batch_size}, which is odd"
-        if _count(micro_batch_size) and micro_batch_size % 2
-        else ""
-    )
+    return next((text for text, bad in conflicts.items() if bad), "")
 
 
 def _cuda_graph_conflict(config: Config[Any]) -> str:

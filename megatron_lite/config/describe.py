@@ -94,12 +94,10 @@ def allowed_values(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         return "mapping" if arguments[1] is Any else f"mapping to: {allowed_values(arguments[1])}"
     word = _WORDS.get(annotation, "mapping" if annotation is dict else getattr(annotation, "__name__", str(annotation)))
     bounds = [
-        f"{sign} {getattr(part, bound):g}"
-        if isinstance(getattr(part, bound), float)
-        else f"{sign} {getattr(part, bound)}"
+        f"{sign} {value:g}" if isinstance(value, float) else f"{sign} {value}"
         for bound, sign in _BOUNDS.items()
         for part in constraints
-        if getattr(part, bound, None) is not None
+        if (value := getattr(part, bound, None)) is not None
     ]
     patterns = [part.pattern for part in constraints if getattr(part, "pattern", None)]
     return " ".join([word, " and ".join(bounds)] if bounds else [word]) + "".join(

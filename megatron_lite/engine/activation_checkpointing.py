@@ -56,7 +56,7 @@ def mode_of(index: int, count: int, parallel: ParallelConfig) -> str:
 @cache
 def _matmuls() -> list[Any]:
     """Return the operators whose results are stored."""
-    # The module registers torch_attn._varlen_attn. It loads torch's compiler, which would slow down every start.
+    # This import registers torch_attn._varlen_attn. It also loads torch's compiler, which would slow down every start.
     import_module("torch.nn.attention.varlen")
     return [
         torch.ops.aten.mm.default,
@@ -72,8 +72,8 @@ def _matmuls() -> list[Any]:
 class _MatmulsOnly(TorchDispatchMode):
     """Pass only matmuls to one of torch's two modes of selective checkpointing.
 
-    These modes compare every operation of the second forward pass with the first. ZeRO 3 gathers and frees different weights
-    in the two passes.
+    These modes compare the operations of the second forward pass with those of the first. Without this class they would see those
+    of ZeRO 3, which gathers and frees different weights in the two passes.
     """
 
     def __init__(self, mode: TorchDispatchMode) -> None:

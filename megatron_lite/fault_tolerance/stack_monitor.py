@@ -1,7 +1,7 @@
 """Process that lets its parent print its stacks when no Python thread of the parent runs.
 
-`Watchdog` starts it as `python stack_monitor.py PARENT WHO SECONDS` and writes bytes to its standard input from a thread. It
-counts ticks of its own, not time: a pause of both processes (SIGSTOP, suspend) is at most one tick. A tick in which only the
+`Watchdog` starts it as `python stack_monitor.py PARENT WHO SECONDS` and writes bytes to its standard input from a thread. The
+monitor counts its own ticks, not time: a pause of both processes (SIGSTOP, suspend) is at most one tick. A tick in which only the
 parent is stopped does not count. faulthandler may read stacks only while no thread runs: otherwise the process can end with a
 segmentation fault.
 """

@@ -83,7 +83,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 def choose(folder: Path, draw: random.Random) -> Path:
-    """Return a random file below `folder`. Every suffix has the same share, or source files would outweigh the rest."""
+    """Return a random file below `folder`. Every suffix is equally likely; otherwise most cases would be source files."""
     files: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():

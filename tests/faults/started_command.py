@@ -72,24 +72,16 @@ class StartedCommand:
 
     def victims(self) -> list[int]:
         """Return the live processes without which the run ends: all but the stack monitors."""
-        alive = []
-        for pid in self.processes():
-            with contextlib.suppress(OSError):
-                if _MONITOR not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    alive.append(pid)
-        return alive
+        commands = {pid: _read(pid, "cmdline") for pid in self.processes()}
+        return [pid for pid, command in commands.items() if command and _MONITOR not in command]
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks in rank order; the agent's id without a launcher."""
         by_rank = {}
         for pid in self.victims():
-            with contextlib.suppress(OSError):
-                words = dict(
-                    word.partition(b"=")[::2] for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                )
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"RANK" in words and b"multiprocessing" not in command:
-                    by_rank[int(words[b"RANK"])] = pid
+            variables = dict(word.partition(b"=")[::2] for word in _read(pid, "environ").split(b"\0"))
+            if b"RANK" in variables and b"multiprocessing" not in _read(pid, "cmdline"):
+                by_rank[int(variables[b"RANK"])] = pid
         return [by_rank[rank] for rank in sorted(by_rank)] or [self.agent.pid]
 
     def signal(self, number: signal.Signals, processes: list[int]) -> None:
@@ -120,8 +112,12 @@ class StartedCommand:
         return alive
 
     def _is_ours(self, pid: int) -> bool:
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
-            return self._mark.encode() in environ.split(b"\0")
-        except OSError:
-            return False
+        return self._mark.encode() in _read(pid, "environ").split(b"\0")
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Return a file of a process in /proc; empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""

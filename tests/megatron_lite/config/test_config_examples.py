@@ -60,7 +60,7 @@ def test_whole_runs_load_and_round_trip(path: Path, tmp_path: Path) -> None:
 def test_large_runs_fit_every_cluster(path: Path, cluster: str, ranks: int) -> None:
     alone = load(path)
     files = [path, CONFIGS / "cluster" / f"{cluster}.yml"]
-    if alone.batch.sequence_length > 2048:  # its own micro-batch holds, so its file comes last
+    if alone.batch.sequence_length > 2048:  # it sets the micro-batch, so it comes last
         files.reverse()
     config = load(*files, world_size=ranks)
     assert config.batch.global_batch_size == alone.batch.global_batch_size

@@ -129,7 +129,7 @@ def test_null_restores_the_default(tmp_path: Path) -> None:
     assert load("model.mixer_options=null", files=(file,)).model.mixer_options == {}
     assert load("model.mixer_options.metala=null", files=(file,)).model.mixer_options == {}
     kept = load("model.mixer_options.metala.preset=null", files=(file,)).model.mixer_options
-    assert kept == {"metala": {"preset": None}}  # what a null option means is the mixer's own
+    assert kept == {"metala": {"preset": None}}  # each mixer defines the meaning of null
     assert load("data.corpus=null", "data.train=x", "data.tokenizer.type=bytes").data.corpus is None
 
 

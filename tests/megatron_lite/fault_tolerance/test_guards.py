@@ -19,6 +19,19 @@ from megatron_lite.trainer import TrainState
 from tests.cli.conftest import ROOT
 
 
+def start(code: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def errors_of(code: str) -> str:
+    """Run Python code in another process, which must succeed; return its standard error."""
+    with start(code) as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return errors
+
+
 def test_spike_guard_skips_only_far_above_the_running_mean():
     guard = SpikeGuard(2.0, warmup=5)
     assert [guard.should_skip(loss) for loss in (8.0, 30.0, 6.0, 5.0, 4.0)] == [False] * 5  # the warmup
@@ -111,11 +124,11 @@ def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
         "print('the run is over', file=sys.stderr)\n"
         "time.sleep(0.8)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
-    assert "a_step_that_hangs" in done.stderr
-    assert "Timeout: this process" in done.stderr
-    assert done.stderr.endswith("the run is over\n")
-    assert done.stderr.count("a_step_that_hangs") >= 2  # again and again while it hangs, and not after
+    errors = errors_of(code)
+    assert "a_step_that_hangs" in errors
+    assert "Timeout: this process" in errors
+    assert errors.endswith("the run is over\n")
+    assert errors.count("a_step_that_hangs") >= 2  # again and again while it hangs, and not after
 
 
 def test_stacks_of_a_call_that_holds_the_interpreter_lock():
@@ -129,10 +142,10 @@ def test_stacks_of_a_call_that_holds_the_interpreter_lock():
         "    with Watchdog(10, delay=delay, stuck_seconds=0.2) as dog:\n"
         "        a_call_that_holds_the_interpreter()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
-    seconds = [line.split(" ran for ")[1] for line in done.stderr.splitlines() if "no Python thread" in line]
+    errors = errors_of(code)
+    seconds = [line.split(" ran for ")[1] for line in errors.splitlines() if "no Python thread" in line]
     assert seconds == ["0.3 s; its threads:", "0.4 s; its threads:"]  # 0.2 s and the delay, of each watchdog
-    assert done.stderr.count("in a_call_that_holds_the_interpreter") == 2
+    assert errors.count("in a_call_that_holds_the_interpreter") == 2
 
 
 def test_a_pause_prints_no_stacks():
@@ -144,7 +157,7 @@ def test_a_pause_prints_no_stacks():
         "    print(dog._monitor.pid, flush=True)\n"
         "    sys.stdin.read()\n"
     )
-    with _python(code) as process:
+    with start(code) as process:
         assert process.stdout is not None
         monitor = int(process.stdout.readline())
         for paused in ((process.pid,), (process.pid, monitor)):
@@ -171,16 +184,11 @@ def test_the_monitor_ends_with_its_process():
         "    print(other, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    with _python(code) as process:
+    with start(code) as process:
         output, errors = process.communicate(timeout=30)  # both monitors hold standard error
     for pid in map(int, output.split()):
         os.kill(pid, signal.SIGKILL)
     assert (process.returncode, errors) == (-signal.SIGKILL, "")
-
-
-def _python(code: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
 def test_default_watchdog_acts_before_the_default_timeouts():
@@ -196,8 +204,7 @@ def test_the_watchdog_stays_silent_while_steps_end():
         "    for _ in range(28):\n"
         "        time.sleep(0.1); dog.kick()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
-    assert done.stderr == ""
+    assert errors_of(code) == ""
 
 
 def test_signals_set_the_flag_and_handlers_come_back():
