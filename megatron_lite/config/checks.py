@@ -232,7 +232,7 @@ def _does_not_divide(sizes: Mapping[str, int], world_size: int, model: Mapping[s
     near = nearest_layouts(requested, world_size, limits)
     return Problem(
         ("parallel",),
-        f"{named} = {product} processes hold one copy of the model: the run must have a multiple of {product}, and "
+        f": {named} = {product} processes hold one copy of the model: the run must have a multiple of {product}, and "
         f"WORLD_SIZE is {world_size}; start it with torchrun --nproc-per-node {product} (WORLD_SIZE={product} shows "
         f"the configuration without a start), or take {' or '.join(map(str, near))}",
     )

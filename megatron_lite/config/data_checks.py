@@ -17,7 +17,7 @@ def data_problems(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
     yield from _ramp(config.batch)
     if data.objective == "classification":
         return
-    if data.corpus is None and not data.train_files:
+    if not data.corpus and not data.train_files:
         yield ("data",), "has no text: set data.corpus (stdlib, or files) or data.train (a token file)"
     if data.corpus is not None and data.train is not None:
         yield ("data", "corpus"), "and data.train both given: one of them is allowed; set the other to null"

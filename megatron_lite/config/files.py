@@ -42,11 +42,12 @@ class Sources:
     problems: list[str] = field(default_factory=list)
 
     def origin(self, path: KeyPath) -> str | None:
-        """Return the origin of a key, or else of the nearest section above it, or else of the first key below it."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.origins:
-                return self.origins[path[:end]]
-        return next((origin for known, origin in self.origins.items() if known[: len(path)] == path), None)
+        """Return the origin of a key, or else of the first key below it, or else of the nearest section above it."""
+        if path in self.origins:
+            return self.origins[path]
+        below = (origin for known, origin in self.origins.items() if known[: len(path)] == path)
+        above = (self.origins[path[:end]] for end in range(len(path) - 1, 0, -1) if path[:end] in self.origins)
+        return next(below, None) or next(above, None)
 
     def get(self, path: KeyPath) -> Any:
         """Return the value of a key; None if it is not set."""

@@ -2,8 +2,8 @@
 
 A process that dies leaves its peers inside a collective. gloo notices a closed connection, NCCL waits for its timeout, and
 neither names the rank. A thread of each process writes a beat (rank, step, location of the main thread) into the store of the
-process group and watches the next rank in a ring, also while the main thread hangs in a collective. The traffic is one write and
-one read per process and interval.
+process group and watches the next rank in a ring. The thread also runs while the main thread hangs in a collective. The traffic
+is one write and one read per process and interval.
 """
 
 from __future__ import annotations

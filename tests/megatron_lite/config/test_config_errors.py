@@ -230,6 +230,13 @@ def test_wrong_value_in_a_file_names_its_line(here: Path) -> None:
     assert problems(file=file) == ['optimizer.betas = [0.9, "x"]: list of 2: number >= 0 and < 1 is allowed (a.yml:2)']
 
 
+def test_section_set_over_a_value_names_the_override(here: Path) -> None:
+    file = write(here / "a.yml", "run:\n  seed: 1\n")
+    assert problems("run.seed.x=1", file=file) == [
+        'run.seed = {"x": 1}: whole number >= 0 and < 4294967296 is allowed (override run.seed.x=1)'
+    ]
+
+
 def test_error_of_the_model_has_its_origin(here: Path) -> None:
     file = write(here / "a.yml", "model:\n  num_heads: 5\n")
     expected = "model.num_heads = 5 does not divide model.hidden_size; nearest: 2 or 4 (a.yml:2)"
@@ -383,6 +390,7 @@ def test_nearest_batch_sizes_are_legal() -> None:
             ("data.tokenizer.type=bytes", "data.train=x"),
             "data.corpus and data.train both given: one of them is allowed; set the other to null",
         ),
+        (("data.corpus=[]",), "data has no text: set data.corpus (stdlib, or files) or data.train (a token file)"),
         (("data.validation=x",), "data.validation is a token file, which requires data.train instead of data.corpus"),
         (
             ("data.tokenizer.type=bytes", "data.tokenizer.path=x"),

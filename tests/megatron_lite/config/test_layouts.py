@@ -39,7 +39,11 @@ def test_data_ranks_follow_from_the_model_ranks() -> None:
 @pytest.mark.parametrize(
     ("world_size", "overrides", "text"),
     [
-        (1, ["parallel.tensor=2"], r"tensor 2 = 2 processes.*WORLD_SIZE is 1; start it with torchrun --nproc-per-node"),
+        (
+            1,
+            ["parallel.tensor=2"],
+            r"parallel: tensor 2 = 2 processes.*WORLD_SIZE is 1; start it with torchrun --nproc-per-node",
+        ),
         (6, ["parallel.tensor=4"], r"or take tensor 2 x pipeline 1 x context 1 or tensor 1 x pipeline 1 x context 1"),
         (6, ["parallel.tensor=2", "parallel.pipeline=2"], r"= 4 processes.*a multiple of 4, and WORLD_SIZE is 6"),
         (3, ["parallel.tensor=3"], r"parallel.tensor = 3 does not divide model.num_heads = 4"),
