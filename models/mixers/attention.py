@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state
-from ..operators.dot_product import attention_over_ranks, dot_product, packed_flash_attention, takes_flash, whole
+from ..operators.dot_product import (
+    attention_over_ranks,
+    dot_product,
+    gather_sequence,
+    packed_flash_attention,
+    supports_flash,
+)
 from ..operators.rotary import Yarn, check_yarn, rotary, rotate
 from ..operators.varlen import check_packed, segment_starts
 from ..options import ModelShape, option, require_at_least, require_divisor
@@ -209,7 +215,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return o of the local shard of a sequence."""
         length = q.shape[1]
-        real = None if mask is None else whole(group, mask)
+        real = None if mask is None else gather_sequence(group, mask)
         if self.rotary_dim:
             # Positions count real tokens of the segment.
             counted = q.new_ones(1, length * group.count, dtype=torch.bool) if real is None else real
@@ -244,7 +250,7 @@ class Attention(nn.Module):
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         lengths = ends - starts
         stateless = state is None and not return_state
-        if mask is None and stateless and self.dot_product is dot_product and takes_flash(q):
+        if mask is None and stateless and self.dot_product is dot_product and supports_flash(q):
             if self.rotary_dim:
                 segment, _ = segment_starts(cu_seqlens, q.shape[1])
                 q, k = self._rotate((torch.arange(q.shape[1], device=q.device) - starts[segment])[None], q, k)

@@ -317,7 +317,7 @@ class Lion(nn.Module):
             cu_seqlens=cu_seqlens,
             mask_convention=self.options.mask_convention,
             form=self.options.form,
-            of_values=self.options.decay_per == "value_channel",
+            per_value_channel=self.options.decay_per == "value_channel",
         )
         return (
             to_accumulation_dtype(o[..., :-1]) / to_accumulation_dtype(o[..., -1:]).abs().clamp_min(1.0) if lstm else o

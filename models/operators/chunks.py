@@ -1,4 +1,4 @@
-"""Cut sequences into chunks of a fixed number of tokens, and walk over the chunks of each sequence."""
+"""Cut sequences into chunks of a fixed number of tokens, and list the chunks of each sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 def place_segments(
     bounds: list[int] | None, chunk: int, device: torch.device
 ) -> tuple[Tensor | None, list[tuple[int, int]] | None]:
-    """Place packed segments so that each begins at a chunk of its own.
+    """Place packed segments so that every segment begins with a new chunk.
 
-    Returns the token index of every slot (-1 for none) and the chunks [first, last) of every segment.
+    Returns the token index of every slot (-1 for none) and the chunks [first, last) of every segment; None for no segments.
     """
     if bounds is None:
         return None, None

@@ -8,11 +8,11 @@ four steps (`causal_over_ranks`), with S a state and b_t the sum of log decays u
 3. incoming state: S <- exp(b_last) S + (end state), over the previous ranks;
 4. correction: o_t = (local o)_t + q_t exp(b_t) S.
 
-The delta rule's transition is a matrix (`affine_over_ranks`). Each rank computes the map of its shard, exchanges it, and then
-runs the operator from its incoming state.
+The transition of the delta rule is a matrix (`affine_over_ranks`). Each rank computes the affine map of its shard, exchanges it,
+and then runs the operator from its incoming state.
 
-All ranks build the same graph, so that their backward passes meet in the same collectives. A trainer sets the group from
-outside with `context_parallel`; nothing here knows how the ranks communicate.
+All ranks build the same graph, so that their backward passes call the same collectives. A trainer sets the group from
+outside with `context_parallel`; this file does not depend on how the ranks communicate.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ShardSegments:
 
 
 def shard_segments(cu_seqlens: Tensor, length: int, group: ContextParallelGroup) -> ShardSegments:
-    """Cut the segments of the whole sequence, cu_seqlens [segments + 1], down to the `length` tokens of the local shard.
+    """Return the segments inside the local shard of `length` tokens. cu_seqlens: [segments + 1] of the whole sequence.
 
     Raises ValueError unless cu_seqlens covers the whole sequence. On CUDA the values are not read.
     """
@@ -165,7 +165,7 @@ def affine_over_ranks(
 
     A shard maps the state by S <- M S + B, and maps of shards compose. The backward pass composes their transposes.
     cu_seqlens: [segments + 1] of the whole sequence, or None. initial_state: must be None.
-    shard_map: (tokens [length] bool, None for all) -> M [batch, ..., dim_k, dim_k] and B [batch, ..., dim_k, dim_v] of them.
+    shard_map: (tokens [length] bool, None for all) -> M [batch, ..., dim_k, dim_k] and B [batch, ..., dim_k, dim_v].
     local: (cu_seqlens of the shard, initial states [batch or segments, ...]) -> outputs and final states.
 
     Returns what `local` returns. Raises ValueError for an initial state.
@@ -180,9 +180,9 @@ def affine_over_ranks(
     in_last = torch.arange(length, device=cu_seqlens.device) >= segments.cu_seqlens[segments.last]
     transition, end = shard_map(in_last)
     (state,) = incoming_states(group, (end, transition * segments.from_left[-1]), apply=torch.matmul)
-    before = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:])
-    before = before.index_copy(0, segments.first, state * segments.from_left[0])
-    return local(segments.cu_seqlens, before)
+    initial = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:])
+    initial = initial.index_copy(0, segments.first, state * segments.from_left[0])
+    return local(segments.cu_seqlens, initial)
 
 
 def incoming_states(
@@ -190,16 +190,16 @@ def incoming_states(
     *directions: tuple[Tensor, Tensor],
     apply: Callable[[Tensor, Tensor], Tensor] = torch.mul,
 ) -> list[Tensor]:
-    """Return the state that reaches the local shard in each direction, S <- decay S + end state over the ranks before it.
+    """Return the state that reaches the local shard in each direction: S <- decay S + end state, over the preceding ranks.
 
     directions: (end state, total decay) of the local shard. The first runs from rank 0 to the last, the second back.
-    apply: (total decay, S) -> the decayed S; torch.matmul where the decay is a matrix.
+    apply: (total decay, S) -> the decayed S; torch.matmul if the decay is a matrix.
     """
     ranks = all_gather_states(group, *(x for direction in directions for x in direction))
     states = []
-    for number, before in enumerate((ranks[: group.index], ranks[: group.index : -1])[: len(directions)]):
+    for number, preceding in enumerate((ranks[: group.index], ranks[: group.index : -1])[: len(directions)]):
         state = zeros_with_grad(ranks[0][2 * number])
-        for rank in before:
+        for rank in preceding:
             end, decay = rank[2 * number : 2 * number + 2]
             state = apply(decay, state) + end
         states.append(state)
@@ -207,7 +207,7 @@ def incoming_states(
 
 
 def all_gather_states(group: ContextParallelGroup, *tensors: Tensor) -> list[list[Tensor]]:
-    """Return the tensors of every rank in order, by one all-gather. All have one dtype, or one complex dtype."""
+    """Return the tensors of every rank in order, by one all-gather. All have the same dtype, real or complex."""
     shapes = [x.shape for x in tensors]
     flat = torch.cat([x.flatten() for x in tensors])
     sizes = [shape.numel() for shape in shapes]
@@ -223,5 +223,5 @@ def from_previous_rank(group: ContextParallelGroup, x: Tensor) -> Tensor:
 
 
 def zeros_with_grad(x: Tensor) -> Tensor:
-    """Return zeros in x's shape, with a zero gradient to x: no rank may skip a collective of the backward pass."""
+    """Return zeros in x's shape that give x a zero gradient, because no rank may skip a collective of the backward pass."""
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)

@@ -51,9 +51,9 @@ def cross_entropy_sum(
     labels: [...] int, -100 is ignored. loss_weight: [...] float, None for one everywhere.
     num_correct: a float scalar; sum_t loss_weight_t * (argmax(z_t) == labels_t) is added to it in place. Of equal logits
         the first is the prediction.
-    few_labels: drop tokens of weight zero first. Counting them synchronises with the device.
+    few_labels: first drop tokens of weight zero, which synchronises with the device.
     vocabulary: weight and bias are one of several equal parts of the rows. The result is that of all parts. The gradient
-        of hidden is this part's share, to be summed over the parts.
+        of hidden is this part's share; the caller sums the shares.
 
     Returns a float32 scalar (float64 for float64 inputs). The gradient of loss_weight is the nll of each token, 0 where
     the weight is 0.
@@ -96,8 +96,8 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
             )
 
 
-# Logits per chunk. CPU: 16 MiB of float32, which fit in the cache. CUDA: 512 MiB of 16 bits. The weight and its gradient
-# are read and written once per chunk, which then takes little time compared with the matmuls.
+# Logits per chunk. CPU: 16 MiB of float32, which fit in the cache. CUDA: 512 MiB of 16 bits. Larger chunks read and write the
+# weight and its gradient less often.
 _CHUNK_ELEMENTS = (1 << 22, 1 << 28)
 
 

@@ -26,8 +26,8 @@ def sum_after(log_decay: Tensor, dim: int) -> Tensor:
 def running_sum(x: Tensor, dim: int) -> Tensor:
     """Return out_i = sum of x_t over t <= i along `dim`, in x's dtype, for sequences of any length.
 
-    The sum has two levels, chunks and sums over chunks in double precision. The error is that of a short sum. A GPU, which
-    sums along `dim` with one thread per column, has more columns.
+    The sum has two levels: inside chunks, and over chunks in double precision. The error is that of a short sum. A GPU sums
+    each column with one thread, and two levels give it more columns.
     """
     inside, preceding = _two_levels(x, dim)
     return (inside + preceding.to(x.dtype)).flatten(dim, dim + 1).narrow(dim, 0, x.shape[dim])

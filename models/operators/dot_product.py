@@ -1,4 +1,4 @@
-"""Softmax attention of given queries, keys and values: which implementation of PyTorch computes it, and over several ranks."""
+"""Softmax attention of given queries, keys and values, by the fastest implementation of PyTorch, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def dot_product(
     """Return softmax(q k^T / sqrt(head_dim)) v for q, k, v [batch, heads, length, head_dim].
 
     allowed: bool, broadcastable to [batch, heads, query length, key length]; None if is_causal or without a mask.
-    is_causal: the last query and the last key are one token; there may be more keys than queries.
+    is_causal: the last query and the last key are the same token; there may be more keys than queries.
     window: with is_causal, a query reads its own key and window - 1 earlier ones; None for all earlier ones.
     """
     queries, keys = q.shape[2], k.shape[2]
     if not is_causal or (window is not None and window >= keys):
         window = None
-    if window is not None and takes_flash(q):
+    if window is not None and supports_flash(q):
         row = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         bounds = (row * queries, queries), (row * keys, keys)
@@ -49,13 +49,13 @@ def dot_product(
     if q.is_cuda and keys != queries:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        # cuDNN plans every new number of keys, so that each decoded token would wait for a plan.
+        # cuDNN makes a plan for every new number of keys, and each decoded token would wait for one.
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
 
 
-def takes_flash(q: Tensor) -> bool:
+def supports_flash(q: Tensor) -> bool:
     """Return whether FlashAttention computes windows and packed segments. Other inputs need masks or padded rows."""
     if not q.is_cuda or q.dtype not in SIXTEEN_BITS or q.shape[-1] % 8 or q.shape[-1] > 256:
         return False
@@ -72,9 +72,9 @@ def packed_flash_attention(
     is_causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Return attention within packed segments, for q, k, v [tokens, heads, head_dim] that `takes_flash` accepts.
+    """Return attention within packed segments, for q, k, v [tokens, heads, head_dim] that `supports_flash` accepts.
 
-    queries, keys: the bounds of the segments [segments + 1], and an upper bound of their lengths. is_causal, window: as in
+    queries, keys: cu_seqlens [segments + 1] of the segments, and an upper bound of their lengths. is_causal, window: as in
     `dot_product`. The kernel reads only the keys of the window.
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -110,31 +110,30 @@ def attention_over_ranks(
 
     A causal query reads all earlier keys, so contiguous shards would give the last rank most of the work. Each rank therefore
     computes two pieces of half a shard: one from the start of the sequence and its mirror image from the end. The outputs are
-    gathered again. The all-gathers cost little beside attention, whose work grows with the square of the length.
+    then gathered. The all-gathers cost little beside attention, whose work grows with the square of the length.
     Llama 3 (arXiv 2407.21783, section 3.3.2) balances causal work and gathers keys and values in this way. A window that
-    reaches into the previous shard only needs the last window - 1 keys and values of that shard.
+    ends in the previous shard needs only the last window - 1 keys and values of that shard.
 
     q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim], local shards. mask: [batch, length * count]
     bool of the whole sequence, False for padding, or None. cu_seqlens: [segments + 1] of the whole sequence, or None; a query
     then reads its own segment only. window: with causal, a query reads its own key and window - 1 earlier real ones; None for
-    all. dot_product: (q, k, v [batch, heads, length, head_dim], mask, is_causal, window) -> o; if causal, the last query and the
-    last key are one token.
+    all. dot_product: a function with the arguments of `dot_product`.
     """
-    length, count, own = q.shape[1], group.count, group.index
+    length, count, rank = q.shape[1], group.count, group.index
     bounds = [0, length * count] if cu_seqlens is None else cu_seqlens.tolist()
     # Repeated for grouped queries after the exchange.
     groups = q.shape[2] // k.shape[2]
-    # With padding a window, which counts real tokens, may reach further.
+    # A window counts real tokens, so with padding it may reach further than the previous shard.
     reach = window - 1 if window is not None and causal and mask is None and window <= length + 1 else None
-    first_query = first_key = 0  # places in the whole sequence of the tensors' first tokens
+    first_query = first_key = 0  # index in the whole sequence of the first token of q, and of k and v
     if reach is not None:
-        first_query, first_key = own * length, own * length - reach
+        first_query, first_key = rank * length, rank * length - reach
         if reach:
             sent = torch.cat([k, v], -1)[:, length - reach :]
-            before = from_previous_rank(group, sent.contiguous()).chunk(2, -1)
-            k, v = (torch.cat([previous, x], 1) for previous, x in zip(before, (k, v), strict=True))
+            received = from_previous_rank(group, sent.contiguous()).chunk(2, -1)
+            k, v = (torch.cat([previous, x], 1) for previous, x in zip(received, (k, v), strict=True))
     else:
-        q, k, v = (whole(group, x) for x in (q, k, v))
+        q, k, v = (gather_sequence(group, x) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -165,17 +164,17 @@ def attention_over_ranks(
         return torch.cat(parts, 2)
 
     if reach is not None or not causal or length % 2:
-        return attend(own * length, (own + 1) * length).transpose(1, 2)
+        return attend(rank * length, (rank + 1) * length).transpose(1, 2)
     half, pieces = length // 2, 2 * count
-    computed = [attend(piece * half, (piece + 1) * half) for piece in (own, pieces - 1 - own)]
+    computed = [attend(piece * half, (piece + 1) * half) for piece in (rank, pieces - 1 - rank)]
     gathered = group.gather(torch.cat(computed, 2).transpose(1, 2).contiguous())
 
     def piece_of(number: int) -> Tensor:
         return gathered[number][:, :half] if number < count else gathered[pieces - 1 - number][:, half:]
 
-    return torch.cat([piece_of(2 * own), piece_of(2 * own + 1)], 1)
+    return torch.cat([piece_of(2 * rank), piece_of(2 * rank + 1)], 1)
 
 
-def whole(group: ContextParallelGroup, x: Tensor) -> Tensor:
+def gather_sequence(group: ContextParallelGroup, x: Tensor) -> Tensor:
     """Return x [batch, length, ...] of all ranks as [batch, count * length, ...]."""
     return group.gather(x.contiguous()).movedim(0, 1).flatten(1, 2)

@@ -40,10 +40,11 @@ def metala(
     """Return the output before its projection, [batch, length, heads * head_dim_v] in v's dtype, and the final state.
 
     q, a: [batch, length, heads, head_dim_k]; k: the same, or None for 1 - exp(g). aug_weight and gate as in
-    `metala_epilogue`, the others as in `models.operators.gla.gated_linear_attention.gated_linear_attention`, errors too.
+    `metala_epilogue`; the other arguments and the errors as in
+    `models.operators.gla.gated_linear_attention.gated_linear_attention`.
     mask: [batch, length] bool, True for real tokens. One fused kernel computes all three steps where it is supported.
     """
-    # The fused kernel computes whole sequences.
+    # The fused kernel computes whole sequences without padding.
     if k is None and mask is None and aug_weight is not None and context_parallel_group() is None:
         check_shapes(GLAArguments(q, a, v, a, scale, initial_state, cu_seqlens))
         core = _select_core(q, a, v, aug_weight, gate)
@@ -83,7 +84,7 @@ def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
 def decay_and_key_reference(a: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `decay_and_key` in PyTorch."""
     log_decay = F.logsigmoid(to_accumulation_dtype(a)) / 16
-    # In float32 until here: 1 - exp(g) in bfloat16 would be wrong by 3 % and more.
+    # Rounded only now: 1 - exp(g) in bfloat16 would be wrong by 3 % and more.
     return log_decay, (-torch.expm1(log_decay)).to(a.dtype)
 
 

@@ -104,8 +104,8 @@ def token_shift(
 ) -> tuple[Tensor, Tensor]:
     """Return x_{t-1} for every token of x [batch, length, channels], and the last real token of every sequence.
 
-    mask: [batch, length] bool, True for real tokens; padding counts as the outside of the sequence. cu_seqlens: [segments + 1]
-    with batch 1. initial: [batch or segments, channels], the second result of an earlier call; None for zeros.
+    mask: [batch, length] bool, True for real tokens; padding is outside of the sequence. cu_seqlens: [segments + 1] with
+    batch 1. initial: [batch or segments, channels], the second result of an earlier call; None for zeros.
     Under context parallelism x is the local shard, cu_seqlens is that of the whole sequence, and there is no `initial`.
     """
     group = context_parallel_group()
@@ -117,11 +117,9 @@ def token_shift(
         mask, initial = None, from_previous_rank(group, x[:, -1])
         if cu_seqlens is not None:
             segments = shard_segments(cu_seqlens, x.shape[1], group)
-            none = initial.new_zeros(len(cu_seqlens) - 1, x.shape[2])
-            cu_seqlens, initial = (
-                segments.cu_seqlens,
-                none.index_copy(0, segments.first, initial * segments.from_left[0]),
-            )
+            zeros = initial.new_zeros(len(cu_seqlens) - 1, x.shape[2])
+            initial = zeros.index_copy(0, segments.first, initial * segments.from_left[0])
+            cu_seqlens = segments.cu_seqlens
     if cu_seqlens is not None:
         check_packed(x, cu_seqlens)
     if mask is None or x.shape[1] == 0:
@@ -144,15 +142,13 @@ def token_shift(
 def _in_segments(
     x: Tensor, shifted: Tensor, mask: Tensor, cu_seqlens: Tensor, initial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_shift` of packed sequences with padding, whose x is zero. shifted: x_{t-1} without `initial`."""
+    """Compute `token_shift` of packed sequences with padding. x: zero at padding. shifted: x_{t-1} without `initial`."""
     first, end = real_bounds(mask, cu_seqlens)
     empty = (first == end).unsqueeze(-1)
-    none = x.new_zeros(len(first), x.shape[2]) if initial is None else initial.to(x.dtype)
-    if x.shape[1] == 0:
-        return shifted, none
-    newest = torch.where(empty, none, x[0, (end - 1).clamp_min(0)])
+    start = x.new_zeros(len(first), x.shape[2]) if initial is None else initial.to(x.dtype)
+    newest = torch.where(empty, start, x[0, (end - 1).clamp_min(0)])
     if initial is not None:
-        # In a sequence without real tokens no token reads `initial`. Its start may be after the last token.
+        # No token reads the `initial` of a sequence without real tokens. Its start may be after the last token.
         place = torch.where(empty.squeeze(-1), x.shape[1], first)
-        shifted = F.pad(shifted, (0, 0, 0, 1)).index_copy(1, place, none.unsqueeze(0))[:, :-1]
+        shifted = F.pad(shifted, (0, 0, 0, 1)).index_copy(1, place, start.unsqueeze(0))[:, :-1]
     return shifted, newest

@@ -65,13 +65,13 @@ def test_lengths(form: str, length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("length", "dim"), [(1, 32), (100, 32), (1000, 64), (300, 128)])
 @pytest.mark.parametrize("kind", ["hippo", "strong", "padded", "packed"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("of_values", [False, True])
-def test_decays_per_channel(length: int, dim: int, kind: str, dtype: torch.dtype, of_values: bool) -> None:
+@pytest.mark.parametrize("per_value_channel", [False, True])
+def test_decays_per_channel(length: int, dim: int, kind: str, dtype: torch.dtype, per_value_channel: bool) -> None:
     """Use the kernels of gated linear attention in 16 bits. float32 uses PyTorch."""
     q, k, v, _, dy = random_inputs((1 if kind == "packed" else 2, length, 2, dim), dtype, 0.0)
     rates = torch.outer(torch.tensor([0.002, 0.1], device="cuda"), torch.arange(1, dim + 1, device="cuda"))
     decay = -rates * (20.0 if kind == "strong" else 1.0) * (0.5 + torch.rand(q.shape, device="cuda"))
-    arguments: dict[str, object] = {"normalized": length > 1, "of_values": of_values}
+    arguments: dict[str, object] = {"normalized": length > 1, "per_value_channel": per_value_channel}
     if kind == "padded":
         arguments["mask"] = torch.arange(length, device="cuda") % 7 < torch.tensor([[7], [5]], device="cuda")
     if kind == "packed":
@@ -86,7 +86,7 @@ def test_decays_per_channel(length: int, dim: int, kind: str, dtype: torch.dtype
     # The kernels store states in bfloat16.
     forward, backward = TOLERANCES[torch.float32 if dtype == torch.float32 else torch.bfloat16]
     errors = [((x - y).norm() / y.norm().clamp_min(1e-9)).item() for x, y in zip(*results, strict=True)]
-    print(f"{kind} {length} x {dim} {dtype} {of_values}: " + " ".join(f"{error:.1e}" for error in errors))
+    print(f"{kind} {length} x {dim} {dtype} {per_value_channel}: " + " ".join(f"{error:.1e}" for error in errors))
     assert errors[0] < forward, errors
     # One token has no decay, whose gradient is 0.
     assert max(errors[1 : 4 if length == 1 else 5]) < backward, errors

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.mixers.attention import Attention
-from models.operators.dot_product import dot_product, takes_flash
+from models.operators.dot_product import dot_product, supports_flash
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -24,7 +24,7 @@ def test_window_equals_a_mask_in_float32(queries: int, window: int, dtype: torch
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(2, 4, n, 64) for n in (queries, 700, 700, queries)]
     q, k, v, dy = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes)
-    assert takes_flash(q)
+    assert supports_flash(q)
     results = []
     for kind in (torch.float32, dtype):
         inputs = [x.to(kind).requires_grad_() for x in (q, k, v)]

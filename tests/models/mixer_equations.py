@@ -49,15 +49,15 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _both(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, shifted: bool = False, of_values: bool = False
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, shifted: bool = False, per_value_channel: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the sum over all pairs and the normalizers. A pair's decay is the product of the decays between its tokens."""
-    out, rows = torch.zeros_like(v), torch.zeros_like(v if of_values else v[..., :1])
+    out, rows = torch.zeros_like(v), torch.zeros_like(v if per_value_channel else v[..., :1])
     for i in range(len(q)):
         for j in range(len(q)):
             low, high = min(i, j), max(i, j)
             between = alpha[j:i] if shifted and j < i else alpha[low + 1 : high + 1]
-            if of_values:
+            if per_value_channel:
                 weight = (q[i] * k[j]).sum(-1, keepdim=True) * between.prod(0)
             else:
                 weight = (q[i] * k[j] * between.prod(0)).sum(-1, keepdim=True)
@@ -198,8 +198,11 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
     if options.get("causal", True):
         num, den = _causal(q, k, v, decay), _causal(q, k, torch.ones_like(v[..., :1]), decay)
     else:
-        shifted, of_values = options.get("mask_convention") == "shifted", options.get("decay_per") == "value_channel"
-        num, den = _both(q, k, v, decay, shifted, of_values)
+        shifted, per_value_channel = (
+            options.get("mask_convention") == "shifted",
+            options.get("decay_per") == "value_channel",
+        )
+        num, den = _both(q, k, v, decay, shifted, per_value_channel)
     if not options.get("scaled", True):
         den = torch.ones_like(den)
     elif variant == "lstm":

@@ -218,8 +218,14 @@ def _fla_common(settings: Settings) -> dict[str, Any]:
 
 
 def _recurrence_flops(heads: int, dim_k: int, dim_v: int) -> Callable[[int], float]:
-    """Return FLOPs per token as the mixers of `models` count them: chunks of 64, backward twice the forward pass."""
-    return lambda length: 3 * heads * (min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v)
+    """Return FLOPs per token as the mixers of `models` count them, with a backward pass of twice the forward pass."""
+
+    def flops_per_token(length: int) -> float:
+        from models.operators.gla.gated_linear_attention import flops_per_head
+
+        return 3 * heads * flops_per_head(length, dim_k, dim_v)
+
+    return flops_per_token
 
 
 def _llama(settings: Settings, device: torch.device, *, compiled: bool) -> Training:

@@ -62,7 +62,7 @@ def affine_form(x: Operands) -> tuple[Tensor, Tensor]:
     identity = torch.eye(dim, dtype=x.k.dtype, device=x.k.device).expand(batch, heads, dim, dim)
     with _without_autocast(x.q):
         chunk, fits = plan_chunks(x.log_decay)
-        # Columns of the identity, which nothing is written to, then those of the state.
+        # The first columns of the state start as the identity, and their values are 0.
         x = replace(_cut(x, chunk, None), written=F.pad(cut(x.written, chunk, None), (dim, 0)))
         state = F.pad(identity, (0, x.written.shape[-1] - dim))
         _, _, final = _scan(_wy(x, fits), state, None)
@@ -71,7 +71,7 @@ def affine_form(x: Operands) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Hold what the scan over chunks needs, [batch, heads, chunks, chunk, dim].
+    """Hold the inputs of the scan over chunks, [batch, heads, chunks, chunk, dim].
 
     N = u - w S; S' = total S + tail^T N + added. total: [batch, heads, chunks, head_dim_k or 1, 1]; added: None for nothing.
     """

@@ -73,7 +73,7 @@ def delta_rule(
         decay = None if log_decay is None else without_padding(mask, log_decay)[0]
         erased = without_padding(mask, erase)[0]
         if select_kernel(q, k, v, erase, write, removal_key, None) is Kernel.TRITON:
-            # Columns of the identity, which nothing is written to, then those of the state.
+            # The first columns of the state start as the identity, and their values are 0.
             dim = k.shape[-1]
             identity = torch.eye(dim, v.shape[-1] + dim, device=k.device).expand(k.shape[0], k.shape[2], -1, -1)
             _, final = triton_form(q, k, F.pad(v, (dim, 0)), decay, erased, scale, identity, None)

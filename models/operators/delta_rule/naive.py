@@ -25,7 +25,7 @@ def _run(x: Operands, state: Tensor, start: int, end: int) -> tuple[Tensor, Tens
         q, k, written, read, removal, log_decay = (tensor[:, t] for tensor in x.tensors().values())
         decayed = log_decay.exp().unsqueeze(-1) * state
         old = (read.unsqueeze(-2) @ (state if x.read_before_decay else decayed)).squeeze(-2)
-        if x.removal is x.k:  # one update of the state, which memory bounds, instead of two
+        if x.removal is x.k:  # one pass over the state instead of two
             state = torch.addcmul(decayed, k.unsqueeze(-1), (written - old).unsqueeze(-2))
         else:
             state = decayed - removal.unsqueeze(-1) * old.unsqueeze(-2) + k.unsqueeze(-1) * written.unsqueeze(-2)

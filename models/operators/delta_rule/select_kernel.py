@@ -102,7 +102,7 @@ def check_arguments(
     if q.dim() != 4 or k.shape != q.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(
             f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}: expected [batch, length, heads, head_dim] with q and k alike "
-            "and v equal to them but for its last axis; repeat q and k for grouped value heads"
+            "and v equal to them except for its last axis; repeat q and k for grouped value heads"
         )
     for name, x, like in (("log_decay", log_decay, q), ("erase", erase, q), ("write", write, v)):
         if x is not None and x.shape not in (like.shape, like.shape[:3]):

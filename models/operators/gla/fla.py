@@ -56,8 +56,8 @@ def fla_form(selection: Selection, x: GLAArguments) -> tuple[Tensor, Tensor]:
 def _forward(x: GLAArguments) -> tuple[Tensor, Tensor]:
     """Run the forward passes of chunk_gla and chunk_simple_gla, with cumulative decays from PyTorch and a fixed chunk size.
 
-    The package would compile and autotune its kernel for these sums per batch size, and chunk_gla's kernels per chunk size,
-    which depends on the length. Each takes seconds, and an evaluation has hundreds of shapes.
+    The package compiles and autotunes its kernel for these sums per batch size. It does so with chunk_gla's kernels per chunk
+    size, which depends on the length. Each takes seconds, and an evaluation has hundreds of shapes.
     """
     from fla.ops.gla.chunk import chunk_gla_fwd
     from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd

@@ -38,8 +38,8 @@ def gated_linear_attention(
     initial_state: [batch, heads, head_dim_k, head_dim_v], zero if None. cu_seqlens: [segments + 1] int with batch 1:
     tokens cu_seqlens[s] to cu_seqlens[s + 1] are one sequence; empty ones are legal; states are then [segments, ...].
 
-    fits_matmul_form: the caller expects no channel to lose more than exp(-80) over 64 tokens. Any decay is computed
-    correctly. With such decays the project's CUDA kernels are faster than flash-linear-attention's, else slower.
+    fits_matmul_form: the caller expects no channel to decay below exp(-80) over 64 tokens. Any decay is computed
+    correctly. With these decays the project's CUDA kernels are faster than flash-linear-attention's, else slower.
     form: "recurrent", "parallel" (quadratic in length) or "chunked" in PyTorch, or "auto": the kernels on CUDA in 16 bits;
     else recurrent for one token and chunked for more.
 
@@ -79,7 +79,7 @@ def flops_per_head(length: int, dim_k: int, dim_v: int) -> int:
 def local_gated_linear_attention(
     x: GLAArguments, *, fits_matmul_form: bool = False, form: Form = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Compute `gated_linear_attention` of these tokens alone, also where they are a local shard."""
+    """Compute `gated_linear_attention` of these tokens alone, also if they are a local shard."""
     check_shapes(x)
     selection = select_kernel(x, fits_matmul_form=fits_matmul_form, form=form)
     if selection.kernel is Kernel.RECURRENT:

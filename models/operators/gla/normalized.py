@@ -1,4 +1,4 @@
-"""Causal linear attention with its normalizer, for mixers that divide by it; and its quadratic kernel for short sequences."""
+"""Causal linear attention with its normalizer, for mixers that divide by it, and the quadratic kernel for short sequences."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ...precision import to_accumulation_dtype
 from .gated_linear_attention import gated_linear_attention
 from .select_kernel import supports_quadratic
 
-# In float16, whose largest number is 65504, sums are computed 2^-4 / weight as large: a million tokens have room.
-_ROOM = 4
+# The largest float16 is 65504. Sums are scaled by 2^-4 / weight, so that those of a million tokens fit.
+_FLOAT16_SHIFT = 4
 
 
 def linear_attention_with_normalizer(
@@ -36,7 +36,7 @@ def linear_attention_with_normalizer(
     state has the shape of initial_state, with one row per segment.
     """
     dim = v.shape[-1]
-    # The kernels want rows of 16 bytes; some refuse an odd width.
+    # The kernels are fastest with rows of 16 bytes; some refuse an odd width.
     extra = 7 if on_cuda(v) else 0
     if initial_state is not None:
         initial_state = F.pad(initial_state, (0, extra))
@@ -55,7 +55,7 @@ def linear_attention_with_normalizer(
 
 def float16_scale(dtype: torch.dtype, weight: int) -> float:
     """Return the factor of sums of numbers of size `weight` that keeps them inside float16; 1 for other dtypes."""
-    return 2.0 ** -(_ROOM + (weight - 1).bit_length()) if dtype == torch.float16 else 1.0
+    return 2.0 ** -(_FLOAT16_SHIFT + (weight - 1).bit_length()) if dtype == torch.float16 else 1.0
 
 
 def short_attention(

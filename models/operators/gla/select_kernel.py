@@ -1,8 +1,8 @@
 """The arguments of gated linear attention: which kernel computes them, one decision per call, and a check of their shapes.
 
-`select_kernel` decides, and its caller passes the `Selection` on. A decay fits the matmul form if no channel loses more
-than about exp(-80) over a chunk of 64 tokens: two factors inside the range of the dtype then replace exp(b_i - b_j). Any
-other decay needs the exact form, which is slower.
+`select_kernel` decides, and its caller passes the `Selection` on. A decay fits the matmul form if no channel decays below
+about exp(-80) over a chunk of 64 tokens. Two factors inside the range of the dtype then replace exp(b_i - b_j). Any other
+decay needs the exact form, which is slower.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def select_kernel(x: GLAArguments, *, fits_matmul_form: bool, form: Form) -> Sel
 def supports_triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, fits_matmul_form: bool) -> bool:
     """Return whether `models/kernels/gla` is to compute this: 16 bits, one decay per channel, more tokens than decoding.
 
-    Larger heads than these are supported too, but flash-linear-attention's kernels were measured to be faster.
+    For larger heads flash-linear-attention's kernels were measured to be faster.
     """
     if log_decay.shape[-1] == 1 or q.dtype not in SIXTEEN_BITS or not q.dtype == k.dtype == v.dtype:
         return False
@@ -184,7 +184,7 @@ def check_shapes(x: GLAArguments) -> None:
     if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
         raise ValueError(
             f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}: expected [batch, length, heads, head_dim] with q and k alike "
-            "and v equal to them but for its last axis"
+            "and v equal to them except for its last axis"
         )
     if log_decay.shape[:-1] != q.shape[:-1] or log_decay.shape[-1] not in (1, q.shape[-1]):
         raise ValueError(f"log_decay {_shape(log_decay)}: expected {_shape(q)} or a last axis of 1")

@@ -39,8 +39,8 @@ CONVENTIONS = ("eq17", "shifted")
 
 # Channels of a head that the kernels support.
 _LARGEST_HEAD = 256
-# Up to these lengths the tile kernel is the faster one for heads of at most so many channels, whatever the decays, in 16
-# bits (docs/results/kernels.md). For longer sequences its time depends on how far the decays let a token see.
+# Largest head -> length up to which the tile kernel is the faster one in 16 bits, for any decays (docs/results/kernels.md).
+# For longer sequences the decays decide which one is faster.
 _TILE_LENGTHS = {64: 192, 128: 256}
 # The same for LION-s, whose backward pass is one kernel (`kernels.lion.single_tile.middle_length`).
 _LION_S_TILE_LENGTHS = {128: 256}
@@ -76,14 +76,14 @@ def bidirectional_linear_attention(
     cu_seqlens: Tensor | None = None,
     mask_convention: str = "eq17",
     form: str = "auto",
-    of_values: bool = False,
+    per_value_channel: bool = False,
 ) -> Tensor:
     """Return (Q K^T * M) V, with each row divided by its normalizer when `normalized`.
 
     q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
     log_decay: [batch, length, heads] (or a last dimension of 1) for a per-head decay, [..., head_dim_k] for a per-channel
     decay; None for no decay. -inf at a token cuts both directions there.
-    of_values: the per-channel decay is [..., head_dim_v], one mask per channel of values.
+    per_value_channel: the per-channel decay is [..., head_dim_v], one mask per channel of values.
     decay_logits: an alternative to log_decay = logsigmoid(decay_logits). [batch, length, heads], [heads] for every token,
     or `ProjectedDecayLogits`.
     phi: a name of `models.operators.lion.feature_map`, applied to q and k first and rounded to v's dtype; None for none.
@@ -100,14 +100,14 @@ def bidirectional_linear_attention(
     is that of the whole.
     """
     x = _Arguments(
-        q, k, v, log_decay, decay_logits, phi, normalized, mask, cu_seqlens, mask_convention, form, of_values
+        q, k, v, log_decay, decay_logits, phi, normalized, mask, cu_seqlens, mask_convention, form, per_value_channel
     )
     group = context_parallel_group()
     compute = _local if group is None else partial(_over_ranks, group)
-    if not (of_values and normalized and log_decay is not None):
+    if not (per_value_channel and normalized and log_decay is not None):
         return compute(x)
     _check(replace(x, cu_seqlens=None))
-    # Normalizers are more channels of values. Sums over a long sequence may exceed float16, so they are computed smaller.
+    # Normalizers are more channels of values. Sums over a long sequence may exceed float16, so they are scaled.
     scale = float16_scale(v.dtype, 1)
     values = torch.cat([v if scale == 1 else v * scale, torch.full_like(v, scale)], -1)
     decays = torch.cat([log_decay, log_decay], -1)
@@ -131,7 +131,7 @@ class _Arguments:
     cu_seqlens: Tensor | None
     mask_convention: str
     form: str
-    of_values: bool
+    per_value_channel: bool
 
     @property
     def lion_s(self) -> bool:
@@ -162,9 +162,9 @@ class _Arguments:
 
 
 def _local(x: _Arguments) -> Tensor:
-    """Compute `bidirectional_linear_attention` of these tokens alone, also where they are a local shard."""
+    """Compute `bidirectional_linear_attention` of these tokens alone, also if they are a local shard."""
     _check(x)
-    form = _select_form(x.form, x.q, x.v, x.log_decay, x.mask_convention, x.of_values, x.lion_s)
+    form = _select_form(x.form, x.q, x.v, x.log_decay, x.mask_convention, x.per_value_channel, x.lion_s)
     if form.startswith("triton"):
         return _on_kernels(x, form.removeprefix("triton_"))
     x = x.with_features()
@@ -175,11 +175,11 @@ def _local(x: _Arguments) -> Tensor:
     if x.mask is not None:
         q, k = (y.masked_fill(~x.mask[:, None, :, None], 0.0) for y in (q, k))
     if form == "recurrent":
-        o = recurrent(q, k, v, forward, backward, segments, x.of_values)
+        o = recurrent(q, k, v, forward, backward, segments, x.per_value_channel)
     else:
         length = q.shape[2]
         size = length if form == "parallel" else chunk_size(length, forward)
-        o = chunked(q, k, v, forward, backward, segments, max(size, 1), x.of_values)
+        o = chunked(q, k, v, forward, backward, segments, max(size, 1), x.per_value_channel)
     if x.normalized:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
     return o.transpose(1, 2).to(x.v.dtype)
@@ -191,7 +191,7 @@ def _select_form(
     v: Tensor,
     log_decay: Tensor | None,
     mask_convention: str,
-    of_values: bool = False,
+    per_value_channel: bool = False,
     lion_s: bool = False,
 ) -> str:
     """Return the form that runs. This is the only place that decides. lion_s: `_Arguments.lion_s`."""
@@ -200,7 +200,7 @@ def _select_form(
     if form != "auto":
         return form
     largest = max(q.shape[-1], v.shape[-1])
-    if (of_values or _per_channel(log_decay)) and mask_convention == "eq17":
+    if (per_value_channel or _per_channel(log_decay)) and mask_convention == "eq17":
         return "scans"
     if not available(v) or mask_convention != "eq17" or largest > _LARGEST_HEAD:
         return "chunked"
@@ -220,10 +220,18 @@ def _scans(x: _Arguments) -> Tensor:
     log_decay, k, q = without_padding(x.mask, to_accumulation_dtype(x.log_decay), x.k, x.q)
     scale = 1.0
     if x.normalized:
-        # The kernels want rows of 16 bytes. Sums over a long sequence may exceed float16, so they are computed smaller.
+        # The kernels are fastest with rows of 16 bytes. Sums over a long sequence may exceed float16, so they are scaled.
         v = F.pad(F.pad(v, (0, 1), value=1.0), (0, -(dim + 1) % 8 if on_cuda(v) else 0))
         scale = float16_scale(v.dtype, 1)
-    o = two_scans(q.to(v.dtype), k.to(v.dtype) if x.of_values else k, v, log_decay, scale, x.cu_seqlens, x.of_values)
+    o = two_scans(
+        q.to(v.dtype),
+        k.to(v.dtype) if x.per_value_channel else k,
+        v,
+        log_decay,
+        scale,
+        x.cu_seqlens,
+        x.per_value_channel,
+    )
     if x.normalized:
         num, den = to_accumulation_dtype(o[..., :dim]), to_accumulation_dtype(o[..., dim : dim + 1])
         o = num / (den + NORMALIZER_EPS * scale)
@@ -262,7 +270,7 @@ def _over_ranks(group: ContextParallelGroup, x: _Arguments) -> Tensor:
     shard = replace(
         x, q=q.to(dtype), k=k.to(dtype), normalized=False, cu_seqlens=None if segments is None else segments.cu_seqlens
     )
-    # Kernels need head sizes that are powers of two: normalizers are computed apart.
+    # On CUDA the normalizers are computed apart, because kernels need head sizes that are powers of two.
     parts = [v, torch.ones_like(v[..., :1])] if x.normalized else [v]
     if x.normalized and not on_cuda(q):
         parts = [torch.cat(parts, -1)]
@@ -275,7 +283,7 @@ def _over_ranks(group: ContextParallelGroup, x: _Arguments) -> Tensor:
         q, k = (y.masked_fill(~x.mask[:, :, None, None], 0.0) for y in (q, k))
     # Rows of 16 bytes for the matmuls.
     values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if on_cuda(v) else 0)) if x.normalized else v
-    others = from_other_ranks(group, q, k, values, forward, backward, segments, x.of_values)
+    others = from_other_ranks(group, q, k, values, forward, backward, segments, x.per_value_channel)
     o = o + others[..., : o.shape[-1]]
     if x.normalized:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
@@ -293,7 +301,8 @@ def _check(x: _Arguments) -> None:
         raise ValueError("log_decay and decay_logits are both given; give one: log_decay = logsigmoid(decay_logits)")
     _check_shapes(
         q, x.k.shape, x.v.shape, None if x.log_decay is None else x.log_decay.shape, logits_shape,
-        None if x.mask is None else x.mask.shape, x.cu_seqlens is not None, x.mask_convention, x.form, x.v.dtype, x.of_values,
+        None if x.mask is None else x.mask.shape, x.cu_seqlens is not None, x.mask_convention, x.form, x.v.dtype,
+        x.per_value_channel,
     )  # fmt: skip
     if x.cu_seqlens is not None:
         check_cu_seqlens(x.cu_seqlens, q[1])
@@ -308,7 +317,7 @@ def _check_projection(q: torch.Size, x: torch.Size, weight: torch.Size, bias: to
         )
 
 
-# Cached per combination: these checks take as long as the kernels of a short sequence.
+# Cached, because these checks take as long as the kernels of a short sequence.
 @lru_cache(4096)
 def _check_shapes(
     q: torch.Size,
@@ -321,7 +330,7 @@ def _check_shapes(
     mask_convention: str,
     form: str,
     dtype: torch.dtype,
-    of_values: bool,
+    per_value_channel: bool,
 ) -> None:
     shape = tuple(q[:3])
     if len(q) != 4 or k != q or len(v) != 4 or tuple(v[:3]) != shape:
@@ -329,14 +338,13 @@ def _check_shapes(
             f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}: expected [batch, length, heads, head_dim_k] "
             "twice and [batch, length, heads, head_dim_v]"
         )
-    for name, x, last in (
-        ("log_decay", log_decay, (v[3],) if of_values else (1, q[3])),
-        ("decay_logits", decay_logits, (1,)),
+    per_head = [shape, (*shape, 1)]
+    for name, x, allowed in (
+        ("log_decay", log_decay, [(*shape, v[3])] if per_value_channel else [*per_head, (*shape, q[3])]),
+        ("decay_logits", decay_logits, [*per_head, shape[2:]]),
     ):
-        of_all = name == "decay_logits" and x == shape[2:]
-        per_head = x is not None and tuple(x) == shape and not (of_values and name == "log_decay")
-        if x is not None and not of_all and not per_head and tuple(x) not in [(*shape, n) for n in last]:
-            raise ValueError(f"{name} {tuple(x)}: expected {shape}, optionally with a last dimension of {last}")
+        if x is not None and tuple(x) not in allowed:
+            raise ValueError(f"{name} {tuple(x)}: expected {' or '.join(map(str, dict.fromkeys(allowed)))}")
     if mask is not None and tuple(mask) != shape[:2]:
         raise ValueError(f"mask {tuple(mask)}: expected [batch, length] = {shape[:2]}")
     if packed and shape[0] != 1:
@@ -346,7 +354,7 @@ def _check_shapes(
     if form not in FORMS:
         raise ValueError(f"form {form!r}: allowed are {', '.join(FORMS)}")
     vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
-    if form == "scans" and (not (vector or of_values) or mask_convention == "shifted"):
+    if form == "scans" and (not (vector or per_value_channel) or mask_convention == "shifted"):
         raise ValueError(
             "form 'scans' supports a per-channel decay and mask_convention 'eq17'; use form='chunked', or form='auto'"
         )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...precision import to_accumulation_dtype
+from ...precision import accumulation_dtype, to_accumulation_dtype
 
 # A log decay at or below this counts as -inf: e^-100 is below the smallest normal float32.
 _CUT = {torch.float32: -100.0, torch.float64: -700.0}
@@ -34,29 +34,29 @@ def chunked(
     backward: Tensor,
     segments: Segments,
     size: int,
-    of_values: bool = False,
+    per_value_channel: bool = False,
 ) -> Tensor:
     """Return the numerators [batch, heads, length, head_dim_v], by chunks of `size` tokens.
 
     q, k, v: [batch, heads, length, ...]; forward, backward: log decays [batch, heads, length, 1 or head_dim_k], or with
-    `of_values` [..., head_dim_v], one mask per channel of values.
+    `per_value_channel` [..., head_dim_v], one mask per channel of values.
     """
     length = q.shape[2]
-    # One chunk where there is no token.
+    # Without tokens there is one chunk of padding.
     padding = -length % size if length else size
-    # Long running sums, or sums past a decay of almost 0, lose digits that the exponent of a small difference needs.
+    # In double precision: small differences of long running sums, or of sums over a closed gate, would lose digits.
     q, k, v, forward, backward = (
         F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (q, k, v, forward.double(), backward.double())
     )
     ids = F.pad(segments.ids, (0, padding), value=segments.last).unflatten(1, (-1, size))
     bf, bb = forward.cumsum(3), backward.cumsum(3)
     same = (ids[..., :, None] == ids[..., None, :])[:, None]
-    inside = _inside_of_values(q, k, v, bf, bb, same) if of_values else _weights(q, k, bf, bb, same) @ v
+    inside = _inside_per_value_channel(q, k, v, bf, bb, same) if per_value_channel else _weights(q, k, bf, bb, same) @ v
     first, last = ids[..., 0], ids[..., -1]
     previous_ids = F.pad(last[:, :-1], (1, 0), value=0)
     next_ids = F.pad(first[:, 1:], (0, 1), value=segments.last)
 
-    def where(one: Tensor, other: Tensor) -> Tensor:
+    def equal(one: Tensor, other: Tensor) -> Tensor:
         """Return the equality of two [1, chunks, size or 1] as a factor for [batch, heads, chunks, size, channels]."""
         return (one == other)[:, None, :, :, None].to(q.dtype)
 
@@ -64,21 +64,21 @@ def chunked(
         return x.to(q.dtype).exp()
 
     def state(factor: Tensor) -> Tensor:
-        return k.transpose(-1, -2) @ (v * factor) if of_values else (k * factor).transpose(-1, -2) @ v
+        return k.transpose(-1, -2) @ (v * factor) if per_value_channel else (k * factor).transpose(-1, -2) @ v
 
     def read(factor: Tensor, state: Tensor) -> Tensor:
-        return (q @ state) * factor if of_values else (q * factor) @ state
+        return (q @ state) * factor if per_value_channel else (q * factor) @ state
 
-    to_right = state(exp(bf[..., -1:, :] - bf) * where(ids, last[..., None]))
-    to_left = state(exp(bb) * where(ids, first[..., None]))
+    to_right = state(exp(bf[..., -1:, :] - bf) * equal(ids, last[..., None]))
+    to_left = state(exp(bb) * equal(ids, first[..., None]))
     carry_right = exp(bf[..., -1, :]) * (previous_ids == last)[:, None, :, None]
     carry_left = exp(bb[..., -1, :]) * (next_ids == first)[:, None, :, None]
-    # The factor of a state is one of its rows, which are channels of keys, or of its columns.
-    carry_right, carry_left = (x.unsqueeze(-2 if of_values else -1) for x in (carry_right, carry_left))
+    # Rows of a state are channels of keys, columns are channels of values. The factor is one per row or one per column.
+    carry_right, carry_left = (x.unsqueeze(-2 if per_value_channel else -1) for x in (carry_right, carry_left))
     from_left = torch.stack(_states(to_right.unbind(2), carry_right.unbind(2)), 2)
     from_right = torch.stack(_states(to_left.unbind(2)[::-1], carry_left.unbind(2)[::-1])[::-1], 2)
-    o = inside + read(exp(bf) * where(ids, previous_ids[..., None]), from_left)
-    o = o + read(exp(bb[..., -1:, :] - bb) * where(ids, next_ids[..., None]), from_right)
+    o = inside + read(exp(bf) * equal(ids, previous_ids[..., None]), from_left)
+    o = o + read(exp(bb[..., -1:, :] - bb) * equal(ids, next_ids[..., None]), from_right)
     return o.flatten(2, 3)[:, :, :length]
 
 
@@ -90,7 +90,7 @@ def _weights(q: Tensor, k: Tensor, bf: Tensor, bb: Tensor, same: Tensor) -> Tens
     return torch.einsum("...ic,...jc,...ijc->...ij", q, k, decay) * same
 
 
-def _inside_of_values(q: Tensor, k: Tensor, v: Tensor, bf: Tensor, bb: Tensor, same: Tensor) -> Tensor:
+def _inside_per_value_channel(q: Tensor, k: Tensor, v: Tensor, bf: Tensor, bb: Tensor, same: Tensor) -> Tensor:
     """Return the part of the numerators inside chunks with one mask per channel of values."""
     return torch.einsum("...ij,...ijc,...jc->...ic", (q @ k.mT) * same, _pairwise_decay(bf, bb, q.dtype), v)
 
@@ -99,7 +99,7 @@ def _pairwise_decay(bf: Tensor, bb: Tensor, dtype: torch.dtype) -> Tensor:
     """Return M_ij of each channel inside chunks, [..., size, size, channels], for running sums [..., size, channels]."""
     size = bf.shape[-2]
     below = torch.ones(size, size, dtype=torch.bool, device=bf.device).tril()[:, :, None]
-    # Negated before they are spread over pairs, for the backward pass too.
+    # Negating before the sums are expanded over pairs needs less memory, in the backward pass too.
     from_left = (bf[..., :, None, :] + -bf[..., None, :, :]).to(dtype)
     from_right = (bb[..., None, :, :] + -bb[..., :, None, :]).to(dtype)
     return torch.where(below, from_left, from_right).exp()
@@ -112,9 +112,9 @@ def recurrent(
     forward: Tensor,
     backward: Tensor,
     segments: Segments,
-    of_values: bool = False,
+    per_value_channel: bool = False,
 ) -> Tensor:
-    """Compute `chunked` token by token, with few operations per step: on a GPU their launches take most of the time."""
+    """Compute `chunked` token by token. A step has few operations, because their launches take most of the time on a GPU."""
     ids = segments.ids[0]
     previous_ids = F.pad(ids[:-1], (1, 0), value=0)
     next_ids = F.pad(ids[1:], (0, 1), value=segments.last)
@@ -123,12 +123,15 @@ def recurrent(
     o: list[Tensor] = []
     from_past = state
     for query, key, value, keep in zip(
-        queries, keys, values, _decay_factors(forward, ids == previous_ids, of_values), strict=True
+        queries, keys, values, _decay_factors(forward, ids == previous_ids, per_value_channel), strict=True
     ):
         from_past = torch.addcmul(from_past * keep, key, value)
         o.append(torch.bmm(query, from_past))
     # The state from the right decays by the token after this one.
-    from_future, passed = state, _decay_factors(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == next_ids, of_values)
+    from_future, passed = (
+        state,
+        _decay_factors(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == next_ids, per_value_channel),
+    )
     for i in reversed(range(q.shape[2])):
         from_future = from_future * passed[i]
         o[i] = torch.baddbmm(o[i], queries[i], from_future)
@@ -136,12 +139,12 @@ def recurrent(
     return torch.cat(o, 1).unflatten(0, q.shape[:2])
 
 
-def _decay_factors(decay: Tensor, same: Tensor, of_values: bool) -> tuple[Tensor, ...]:
+def _decay_factors(decay: Tensor, same: Tensor, per_value_channel: bool) -> tuple[Tensor, ...]:
     """Return the factor of each token on a state; 0 where `same` [length] is False.
 
-    The shape is [batch * heads, 1 or head_dim_k, 1], with `of_values` [batch * heads, 1, head_dim_v].
+    The shape is [batch * heads, 1 or head_dim_k, 1], with `per_value_channel` [batch * heads, 1, head_dim_v].
     """
-    return (decay.exp() * same[:, None]).flatten(0, 1).unsqueeze(-2 if of_values else -1).unbind(1)
+    return (decay.exp() * same[:, None]).flatten(0, 1).unsqueeze(-2 if per_value_channel else -1).unbind(1)
 
 
 def _states(additions: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
@@ -162,15 +165,14 @@ def decays(
     mask_convention: str,
 ) -> tuple[Tensor, Tensor, Segments]:
     """Return the log decays of both directions, [batch, heads, length, 1 or head_dim_k], and each token's segment."""
-    length, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
+    length, dtype = q.shape[1], accumulation_dtype(q)
     if decay_logits is not None:
         log_decay = F.logsigmoid(to_accumulation_dtype(decay_logits))
     if log_decay is None:
         log_decay = torch.zeros(q.shape[:3], dtype=dtype, device=q.device)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
-    decay = log_decay.to(dtype)
-    decay = decay.clamp(min=_CUT[decay.dtype])
+    decay = log_decay.to(dtype).clamp(min=_CUT[dtype])
     if mask is not None:
         decay = decay.masked_fill(~mask[:, :, None, None], 0.0)
     decay = decay.transpose(1, 2)

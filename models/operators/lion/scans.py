@@ -7,8 +7,8 @@ once. The forward scan is inclusive. The backward scan is exclusive, R_i = diag(
 causal operator on the flipped sequence, with keys alpha k of the next token.
 
 With one mask per channel of values a scan is y_ic = sum_{j <= i} (q_i . k_j) exp(b_ic - b_jc) v_jc. This is the gradient of the
-query of gated linear attention whose keys are v, values k and output gradient q. Its forward pass, with the gradient of y in the
-place of the query, is the gradient of q, and its backward pass gives those of v, k and the decays.
+query of gated linear attention with keys v, values k and output gradient q. For the backward pass, the operator is called with
+the gradient of y as the query: its output is the gradient of q, and its gradients are those of v, k and the decays.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def two_scans(
     log_decay: Tensor,
     scale: float = 1.0,
     cu_seqlens: Tensor | None = None,
-    of_values: bool = False,
+    per_value_channel: bool = False,
 ) -> Tensor:
     """Return the sum of both directions, [batch, length, heads, head_dim_v], of these tokens alone.
 
-    q, k: [batch, length, heads, head_dim_k]; v: [..., head_dim_v]. log_decay: as k, or as v with of_values, in float32 (float64
-    for float64). k and log_decay are 0 at padding. cu_seqlens: [segments + 1] with batch 1: no segment sees another.
+    q, k: [batch, length, heads, head_dim_k]; v: [..., head_dim_v]. log_decay: as k, or as v with per_value_channel, in float32
+    (float64 for float64). k and log_decay are 0 at padding. cu_seqlens: [segments + 1] with batch 1: no segment sees another.
     `models.operators.gla.select_kernel` selects the kernel. The outputs have v's dtype.
     """
     if not q.shape[1]:
         return v
-    scan = _scan_of_values if of_values else _scan
+    scan = _scan_per_value_channel if per_value_channel else _scan
     forward = scan(q, k.to(v.dtype), v, log_decay, scale, cu_seqlens)
-    if of_values:
+    if per_value_channel:
         following = k, (v * log_decay.exp()).to(v.dtype), log_decay
     else:
         following = (k * log_decay.exp()).to(v.dtype), v, log_decay
@@ -66,13 +66,13 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_s
 
 
 @disable_compile
-def _scan_of_values(
+def _scan_per_value_channel(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None
 ) -> Tensor:
-    return _ScanOfValues.apply(q, k, v, log_decay, scale, cu_seqlens)
+    return _ScanPerValueChannel.apply(q, k, v, log_decay, scale, cu_seqlens)
 
 
-class _ScanOfValues(torch.autograd.Function):
+class _ScanPerValueChannel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None
@@ -80,7 +80,7 @@ class _ScanOfValues(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, log_decay, cu_seqlens)
         ctx.scale = scale
         with torch.inference_mode(False), torch.enable_grad():
-            # Autograd refuses tensors of the inference mode, but not their copies.
+            # Autograd refuses inference tensors, but not their copies.
             q, k, v, log_decay = (x.clone() if x.is_inference() else x.detach() for x in (q, k, v, log_decay))
             query = torch.zeros_like(v, requires_grad=True)
             return torch.autograd.grad(_scan(query, v, k, log_decay, scale, cu_seqlens), query, q)[0]

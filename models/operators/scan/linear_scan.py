@@ -4,7 +4,7 @@ It is the operator of the models whose state is a vector (Mamba, RWKV-4, RG-LRU,
 
 recurrent  token by token.
 chunked    linear in length. All chunks are scanned in parallel from a zero state, together with their total decays. Then the
-           true states are passed from chunk to chunk. Decays are only multiplied, so it is exact for every decay, also -inf.
+           true states go from chunk to chunk. Decays are only multiplied, so the form is exact for every decay, also -inf.
 kernel     flash-linear-attention's kernels on CUDA.
 """
 
@@ -84,7 +84,7 @@ def local_scan(
     form: Form = "auto",
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `scan` of these tokens alone, also where they are a local shard."""
+    """Compute `scan` of these tokens alone, also if they are a local shard."""
     _check(x, log_decay, initial_state, cu_seqlens)
     form = _select_form(form, x, log_decay, cu_seqlens, compute_dtype)
     dtype = _state_dtype(x, log_decay)
@@ -187,7 +187,7 @@ class _Scan(torch.autograd.Function):
 def _solve(x: Tensor, decay: Tensor, *, reverse: bool) -> Tensor:
     """Solve h_t = decay_t h_{t-1} + x_t, or reversed in time, from zero. x, decay: [batch, length, channels]."""
     batch, length, channels = x.shape
-    # Steps within a chunk and steps between chunks are sequential: choose equal numbers of both.
+    # Steps inside a chunk and steps from chunk to chunk are sequential: their numbers are about equal.
     chunk = 1 << max(0, (length - 1).bit_length() + 1) // 2
     count = -(-length // chunk)
     h, product = (t.new_zeros(batch, count * chunk, channels) for t in (x, decay))

@@ -259,7 +259,7 @@ def flash(monkeypatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     for module in ("models.operators.dot_product", "models.mixers.attention"):
-        monkeypatch.setattr(f"{module}.takes_flash", lambda _: True)
+        monkeypatch.setattr(f"{module}.supports_flash", lambda _: True)
     return windows
 
 

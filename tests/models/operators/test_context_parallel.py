@@ -40,7 +40,7 @@ def compare(
     cu_seqlens: Tensor | None = None,
     meeting: Meeting | None = None,
 ) -> None:
-    """Outputs, the gradient of x and the gradient of every parameter, under a gradient that differs a token."""
+    """Compare outputs, the gradient of x and of every parameter. The gradient of the output differs per token."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64).to(x.dtype)
     if mask is not None:
         weight = weight * mask.unsqueeze(-1)
@@ -71,7 +71,7 @@ def compare(
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running sums on two levels also over the few tokens of these tests."""
+    """Use two levels of running sums for the few tokens of these tests."""
     monkeypatch.setattr("models.operators.cumulative_decay._CHUNK", 4)
 
 
@@ -111,7 +111,7 @@ def test_padding_across_ranks(case: tuple[str, dict[str, Any]], side: str) -> No
 
 @every_case
 def test_packed_sequences_across_ranks(case: tuple[str, dict[str, Any]]) -> None:
-    """Sequences within a shard, over two, over three, and boundaries where shards meet; empty ones among them."""
+    """Pack sequences inside one shard, over two or three, with bounds of shards as bounds, and empty ones."""
     mixer, x = build(case, torch.float64), tokens(16, dtype=torch.float64)
     for bounds in ([0, 1, 3, 3, 7, 12, 16], [0, 4, 4, 5, 16, 16]):
         compare(mixer, x, 4, 1e-9, cu_seqlens=torch.tensor(bounds))
@@ -204,7 +204,7 @@ def test_infinite_decays_stay_exact(operator: Callable[..., tuple[Tensor, Tensor
 
 
 def test_float32_stays_exact_over_long_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow decays and turning phases over 20000 tokens per shard: running sums lose no digits."""
+    """Scan 20000 tokens per shard with slow decays and complex phases: running sums lose no digits."""
     monkeypatch.undo()
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, 40000, 3, 2, generator=generator, dtype=torch.float64)
@@ -222,7 +222,7 @@ def test_float32_stays_exact_over_long_shards(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_language_model_with_positions(recompute: bool) -> None:
-    """Embedding, hybrid blocks under activation checkpointing, and the loss, from the thread that runs the backward."""
+    """Run embedding, hybrid blocks with and without activation checkpointing, and the loss."""
     config = ModelConfig(
         vocab_size=31,
         num_layers=4,
@@ -257,7 +257,7 @@ def test_language_model_with_positions(recompute: bool) -> None:
 
 
 def test_positions_are_those_of_the_whole_sequence() -> None:
-    """Every shard refuses a sequence with more tokens than positions; padding and packed sequences take no more of them."""
+    """Refuse a sequence with more tokens than positions on every rank. Padding and other packed sequences use no position."""
     sizes = {"vocab_size": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 1}
     layer = LearnedPositions(ModelConfig(**sizes, positions="learned", max_positions=10), 10)
 
@@ -304,7 +304,7 @@ def config(*mixers: str, **options: Any) -> ModelConfig:
     return ModelConfig(vocab_size=8, num_layers=2, hidden_size=32, num_heads=4, mixers=mixers, mixer_options=given)
 
 
-def test_models_say_what_limits_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_name_mixers_without_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not config("metala", "attention").context_parallel_error()
     assert config("kda", "attention", conv_kernel=7).conv_kernels() == {"model.mixer_options.kda.conv_kernel": 7}
     monkeypatch.setattr(MIXERS["attention"], "supports_context_parallel", False)

@@ -56,7 +56,7 @@ def test_gradient_of_a_loss_weight_is_the_nll_of_its_token(chunk):
 
 
 def test_bias_correct_predictions_and_few_labels():
-    """All options at once, against torch on all logits; the gradient of a weight too."""
+    """Compare all options at once with torch on all logits, the gradient of loss_weight too."""
     hidden, weight, labels, loss_weight = example()
     loss_weight = loss_weight.double().requires_grad_()
     bias = torch.randn(VOCAB, dtype=torch.float64, requires_grad=True)
@@ -94,7 +94,7 @@ def test_correct_predictions_of_a_split_vocabulary():
 
     _, _, labels, loss_weight = example()
     loss_weight = loss_weight.double()
-    # Of small integers every matmul is exact, in whatever order it adds: a tie stays a tie.
+    # Matmuls of small integers are exact in any order of additions, so a tie stays a tie.
     hidden = torch.randint(-3, 4, (5, 10, SIZE)).double()
     weight = torch.randint(-3, 4, (36, SIZE)).double()
     weight[18] = weight[17]

@@ -1,4 +1,4 @@
-"""What the kernels of flash-linear-attention are given: here a stand-in computes it in plain PyTorch."""
+"""The calls of flash-linear-attention's kernels. A stand-in in plain PyTorch computes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.operators.gla.select_kernel import Decay, GLAArguments, Kernel, Sele
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Head sizes that the stand-in was called with; smaller ones than the kernels take are an error."""
+    """Replace the kernels. Return the head sizes of the calls; sizes that the kernels do not support are an error."""
     seen: list[tuple[int, int]] = []
 
     def kernel(q, k, v, log_decay, *, scale, initial_state, output_final_state, cu_seqlens):
@@ -26,8 +26,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         decay = log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1)
         return chunk_form(GLAArguments(q, k, v, decay, scale, initial_state, cu_seqlens))
 
-    def behind_sums(q, k, v, sums, *, scale, initial_state, output_final_state, chunk_size):
-        """Forward passes take the decays summed from the beginning of their chunk, to base 2."""
+    def kernel_with_sums(q, k, v, sums, *, scale, initial_state, output_final_state, chunk_size):
+        """Call the stand-in with decays that are summed from the start of each chunk, to base 2."""
         sums = (sums if sums.dim() == 4 else sums.unsqueeze(-1)) * math.log(2)
         before = sums.roll(1, 1)
         before[:, ::chunk_size] = 0
@@ -35,11 +35,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return kernel(q, k, v, sums - before, cu_seqlens=None, **settings)
 
     def chunk_gla_fwd(q, k, v, g, g_cumsum, **settings):
-        o, state = behind_sums(q, k, v, g_cumsum, **settings)
+        o, state = kernel_with_sums(q, k, v, g_cumsum, **settings)
         return g_cumsum, None, None, state, o
 
     def chunk_simple_gla_fwd(q, k, v, g, **settings):
-        return behind_sums(q, k, v, g, **settings)
+        return kernel_with_sums(q, k, v, g, **settings)
 
     for name, functions in (
         ("fla.ops.gla", {"chunk_gla": kernel, "fused_recurrent_gla": kernel}),

@@ -279,7 +279,7 @@ def test_inputs_are_not_modified():
     ("change", "message"),
     [
         ({"k": torch.zeros(2, 9, 3, 4)}, "q and k alike"),
-        ({"v": torch.zeros(2, 8, 3, 7)}, "equal to them but for its last axis"),
+        ({"v": torch.zeros(2, 8, 3, 7)}, "equal to them except for its last axis"),
         ({"log_decay": torch.zeros(2, 9, 3, 2)}, "last axis of 1"),
         ({"initial_state": torch.zeros(1, 3, 5, 7)}, r"initial_state \[1, 3, 5, 7\]: expected \[2, 3, 5, 7\]"),
         ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens needs batch 1"),

@@ -77,35 +77,36 @@ def test_forms_equal_the_formula(form: str, convention: str, normalized: bool, v
 )
 @pytest.mark.parametrize("normalized", [True, False])
 def test_one_mask_per_channel_of_values(form: str, convention: str, normalized: bool) -> None:
-    """Each channel of values is a head of its own with the decays of that channel."""
+    """Compare with one head per channel of values, with the decays of that channel."""
     q, k, v, _ = inputs(length=39, heads=2)
     decay = F.logsigmoid(torch.randn(v.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 1)
     options = {"normalized": normalized, "mask_convention": convention, "form": form}
     of_head = {**options, "form": "chunked" if form == "scans" else form}
     one = [attend(q, k, v[..., c : c + 1], decay[..., c], **of_head) for c in range(v.shape[-1])]
-    y = attend(q, k, v, decay, of_values=True, **options)
+    y = attend(q, k, v, decay, per_value_channel=True, **options)
     torch.testing.assert_close(y, torch.cat(one, -1), rtol=1e-10, atol=1e-12)
     assert torch.autograd.gradcheck(
-        lambda *x: attend(*x, of_values=True, **options),
+        lambda *x: attend(*x, per_value_channel=True, **options),
         [x[:1, :9].detach().requires_grad_() for x in (q, k, v, decay)],
         fast_mode=True,
         atol=1e-7,
     )
     with torch.inference_mode():
-        torch.testing.assert_close(attend(q, k, v, decay, of_values=True, **options), y)
-    with pytest.raises(ValueError, match=r"log_decay \(2, 39, 2, 5\): expected .* a last dimension of \(3,\)"):
-        attend(q, k, v, torch.zeros_like(k), of_values=True)
+        torch.testing.assert_close(attend(q, k, v, decay, per_value_channel=True, **options), y)
+    for wrong in (torch.zeros_like(k), torch.zeros(2, 39, 2)):
+        with pytest.raises(ValueError, match=r"log_decay \(2, 39, 2.*\): expected \(2, 39, 2, 3\)$"):
+            attend(q, k, v, wrong, per_value_channel=True)
 
 
-@pytest.mark.parametrize("of_values", [False, True])
-def test_float16_gradients_of_normalizers_are_finite(of_values: bool) -> None:
+@pytest.mark.parametrize("per_value_channel", [False, True])
+def test_float16_gradients_of_normalizers_are_finite(per_value_channel: bool) -> None:
     """Strong decays leave small normalizers, whose gradients grow with the factor that keeps sums inside float16."""
     q, k, v, decay = inputs(length=70, k=128, v=128, vector=True, dtype=torch.float32)
     leaves = [F.normalize(x, dim=-1) for x in (q, k)] + [v, 20 * decay]
     results = []
     for dtype in (torch.float16, torch.float64):
         x = [leaf.to(dtype).requires_grad_() for leaf in leaves]
-        y = attend(*x, of_values=of_values)
+        y = attend(*x, per_value_channel=per_value_channel)
         results.append(torch.autograd.grad((y * v.to(dtype)).sum(), x[:3]))
     for got, exact in zip(*results, strict=True):
         assert (got.double() - exact).norm() <= 1e-2 * exact.norm()
@@ -135,7 +136,7 @@ def test_float32_stays_exact_over_a_long_sequence() -> None:
 def test_float32_stays_exact_after_closed_gates(
     monkeypatch: pytest.MonkeyPatch, form: str, vector: bool, length: int, is_cuda: bool
 ) -> None:
-    """Sums over closed gates are thousands of times the differences behind them, on any device."""
+    """Keep the digits of small differences after closed gates, whose running sums are thousands of times larger."""
     monkeypatch.setattr(Tensor, "is_cuda", is_cuda)
     q, k, v, decay = inputs(length=length, batch=1, vector=vector)
     decay = 0.1 * decay
@@ -220,7 +221,7 @@ def test_infinite_decay_cuts_both_directions(form: str) -> None:
 @pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, -60.0), (torch.float64, -300.0)])
 @pytest.mark.parametrize("form", PLAIN)
 def test_large_decays_are_exact(form: str, dtype: torch.dtype, decay: float) -> None:
-    """Tokens whose key is zero receive only the other token's value, times the decay."""
+    """Use keys of zero: such a token receives only the decayed value of the other token."""
     one = torch.ones(1, 2, 1, 1, dtype=dtype)
     for own in (0, 1):
         k = one.clone()
@@ -235,7 +236,7 @@ def test_large_decays_are_exact(form: str, dtype: torch.dtype, decay: float) -> 
 def test_local_shards_of_a_sequence(
     normalized: bool, vector: bool, form: str, convention: str, bounds: list[int] | None
 ) -> None:
-    """Outputs and all gradients; sequences that begin and end where shards do among the packed ones."""
+    """Compare outputs and all gradients. Some packed sequences begin or end at the bounds of shards."""
     whole = inputs(length=120, batch=1, vector=vector)
     options = {"normalized": normalized, "form": form, "mask_convention": convention}
     if bounds is not None:
@@ -281,7 +282,10 @@ def test_low_precision_is_computed_in_float32(form: str) -> None:
     ("change", "words"),
     [
         ({"k": torch.ones(1, 4, 2, 4)}, ["k (1, 4, 2, 4)"]),
-        ({"log_decay": torch.ones(1, 4, 2, 5)}, ["log_decay (1, 4, 2, 5)", "(1, 4, 2)", "(1, 3)"]),
+        (
+            {"log_decay": torch.ones(1, 4, 2, 5)},
+            ["log_decay (1, 4, 2, 5): expected (1, 4, 2) or (1, 4, 2, 1) or (1, 4, 2, 3)"],
+        ),
         (
             {"log_decay": torch.ones(1, 4, 2), "decay_logits": torch.ones(1, 4, 2)},
             ["log_decay and decay_logits", "give one"],
