@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 @contextlib.contextmanager
 def naming_file_in_errors(path: Path) -> Iterator[None]:
-    """Add the file name to any OSError of the block that has none, such as the error of a full disk."""
+    """Name the file in any OSError of the block that has no name, as of a full disk, or that names the temporary file."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None and str(error.filename) != str(temporary_path(path)):
             raise
         raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
 
@@ -82,11 +82,12 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """
     temporary = temporary_path(path)
     try:
-        with naming_file_in_errors(path), open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(temporary, path)
+        with naming_file_in_errors(path):
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.atomic_io import atomic_folder, write_array, write_json
+from data.atomic_io import atomic_folder, atomic_write, write_array, write_json
 
 
 def write(folder: Path, name: str, overwrite: bool = False) -> None:
@@ -37,6 +37,12 @@ def test_json_has_null_for_what_it_has_no_number_for(tmp_path: Path) -> None:
     }
     assert text.startswith('{\n "a": [\n')
     assert "ä" in text
+
+
+def test_errors_name_the_file_and_not_its_temporary_file(tmp_path: Path) -> None:
+    for path, error in ((tmp_path, IsADirectoryError), (tmp_path / "absent" / "x", FileNotFoundError)):
+        with pytest.raises(error, match=f"'{path}'$"), atomic_write(path) as file:
+            file.write(b"x")
 
 
 def test_a_link_is_filled_where_it_leads_to(tmp_path: Path) -> None:
