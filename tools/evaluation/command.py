@@ -75,6 +75,11 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
             "one of them at a time, or leave --out out"
         )
     huggingface = is_huggingface(request.checkpoint)
+    if request.max_length and request.tasks is None and not (huggingface and request.texts):
+        raise ValueError(
+            f"--max-length {request.max_length}: it is the length of tasks; give --sequence-length for perplexities, or "
+            "--lengths for --suite needle and ruler"
+        )
     if request.needle is not None:
         from tools.evaluation.needle import check_needle
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ class EvaluationRequest:
     def from_options(cls, options: argparse.Namespace) -> EvaluationRequest:
         """Return the request of a command line of `eval.py`. Texts are the default kind.
 
-        Every option has the name of a field. Raises ValueError for a limit without tasks.
+        Every option has the name of a field. Raises ValueError for options that no requested evaluation has.
         """
         suites = tuple(name for name in options.suite if name not in (NEEDLE, RULER))
         tasks = texts = needle = ruler = None
@@ -178,7 +179,29 @@ class EvaluationRequest:
             needle = _filled(NeedleRequest, options, seed=seed)
         if options.data or options.by_position or not (options.suite or options.tasks):
             texts = _filled(TextRequest, options)
+        _refuse_unused(options, [request for request in (tasks, needle, ruler, texts) if request is not None])
         return _filled(cls, options, tasks=tasks, needle=needle, ruler=ruler, texts=texts)
+
+
+def _refuse_unused(options: argparse.Namespace, requests: Sequence[Any]) -> None:
+    """Raise ValueError for an option that no request has. --limit has a check of its own; a seed does no harm."""
+    used = {"limit", "seed"}.union(*(request.__dataclass_fields__ for request in requests))
+    for name in sorted({name for kind in _KINDS for name in kind.__dataclass_fields__} - used):
+        owners = [kind for kind in _KINDS if name in kind.__dataclass_fields__]
+        if getattr(options, name, None) not in (None, [], owners[0].__dataclass_fields__[name].default):
+            places = " or ".join(_KINDS[kind] for kind in owners)
+            raise ValueError(
+                f"--{name.replace('_', '-')}: no requested evaluation has this option; add {places}, or leave it out"
+            )
+
+
+# Kind of request -> the option that requests it.
+_KINDS: dict[type[Any], str] = {
+    TaskRequest: "--tasks",
+    NeedleRequest: "--suite needle",
+    RulerRequest: "--suite ruler",
+    TextRequest: "--data",
+}
 
 
 def _filled(kind: type[Any], options: argparse.Namespace, **values: Any) -> Any:

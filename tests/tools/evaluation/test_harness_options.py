@@ -232,6 +232,19 @@ def test_groups_and_tags_list_their_tasks() -> None:
             ["--limit", "5"],
             "--limit 5: it counts documents of tasks, and no task is named; name --suite ruler or --tasks",
         ),
+        (
+            ["--lengths", "64"],
+            "--lengths: no requested evaluation has this option; add --suite needle or --suite ruler, or",
+        ),
+        (
+            ["--tasks", "copa", "--stride", "8"],
+            "--stride: no requested evaluation has this option; add --data, or leave",
+        ),
+        (
+            ["--suite", "needle", "--hub"],
+            "--hub: no requested evaluation has this option; add --tasks, or leave it out",
+        ),
+        (["--max-length", "8"], "--max-length 8: it is the length of tasks; give --sequence-length"),
         (["--tasks", "copa", "--limit", "0"], "--limit: 0: a whole number of documents, or a share between 0 and 1"),
         (["--tasks", "copa", "--seed", "1,2"], "--seed: 1,2: one integer, or four"),
         (["--tasks", "copa", "--fewshot-as-multiturn"], "--fewshot-as-multiturn needs --apply-chat-template"),
