@@ -199,13 +199,13 @@ def classification_loss(
 
     logits: [batch, classes]; p = softmax(logits), p_tau = softmax(logits / temperature). labels: [batch] int, used without
     targets. targets: [batch, classes], the distribution of smoothed labels. teacher: [batch, classes], the teacher's
-    distribution times the weight of its loss, which is DeiT's soft distillation. temperature: [batch].
+    distribution times the weight of its loss, which is DeiT's soft distillation. temperature: [batch], None for one everywhere.
     """
     log_p = logits.log_softmax(-1)
     loss = F.nll_loss(log_p, labels, reduction="none") if targets is None else -(targets * log_p).sum(-1)
-    if teacher is None or temperature is None:
+    if teacher is None:
         return loss
-    soft = (logits / temperature[:, None]).log_softmax(-1)
+    soft = log_p if temperature is None else (logits / temperature[:, None]).log_softmax(-1)
     share = teacher / teacher.sum(-1, keepdim=True).clamp_min(torch.finfo(teacher.dtype).tiny)
     return loss + (torch.xlogy(teacher, share) - teacher * soft).sum(-1)
 

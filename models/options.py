@@ -10,6 +10,7 @@ import difflib
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import field
+from math import inf, isclose
 from typing import Any, Literal, Protocol
 
 # Descriptions of options that several mixers have.
@@ -64,12 +65,15 @@ class ModelShape(Protocol):
 
 
 def require_divisor(key: str, value: int, name: str, dividend: float) -> None:
-    """Raise ValueError with the nearest legal values unless `value` divides `dividend`.
+    """Raise ValueError with the nearest legal values unless `value` divides `dividend`, a whole number up to rounding.
 
     key: the config key of `value`. name: that of `dividend` in the message.
     """
-    if dividend % value:
-        legal = join_names(nearest_divisors(max(int(dividend), 1), value))
+    whole = round(dividend)
+    if not isclose(dividend, whole):
+        raise ValueError(f"{name} = {dividend:g}: must be a whole number, which {key} = {value} divides")
+    if whole % value:
+        legal = join_names(nearest_divisors(whole, value))
         raise ValueError(f"{key} = {value} does not divide {name} = {dividend:g}; nearest that do: {legal}")
 
 
@@ -96,17 +100,18 @@ def require_at_least(mixer: str, options: Any, least: int, *keys: str) -> None:
 
 
 def require_positive(mixer: str, options: Any, *keys: str) -> None:
-    """Raise ValueError for an option of `mixer` among `keys` that is not greater than 0 (NaN is not)."""
+    """Raise ValueError for an option of `mixer` among `keys` that is not greater than 0 and finite."""
     for key in keys:
-        if not getattr(options, key) > 0:
-            raise ValueError(f"model.mixer_options.{mixer}.{key} = {getattr(options, key)}: must be greater than 0")
+        value = getattr(options, key)
+        if not 0 < value < inf:
+            raise ValueError(f"model.mixer_options.{mixer}.{key} = {value}: must be greater than 0 and finite")
 
 
 def check_time_steps(mixer: str, dt_min: float, dt_max: float) -> None:
-    """Raise ValueError unless 0 < dt_min <= dt_max."""
-    if not 0 < dt_min <= dt_max:
+    """Raise ValueError unless 0 < dt_min <= dt_max and both are finite."""
+    if not 0 < dt_min <= dt_max < inf:
         raise ValueError(
-            f"model.mixer_options.{mixer}.dt_min = {dt_min:g} with dt_max = {dt_max:g}: set 0 < dt_min <= dt_max"
+            f"model.mixer_options.{mixer}.dt_min = {dt_min:g} with dt_max = {dt_max:g}: set 0 < dt_min <= dt_max, both finite"
         )
 
 

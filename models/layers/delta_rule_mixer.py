@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isclose, log
+from math import isclose
 from typing import Any, ClassVar
 
 import torch
@@ -87,7 +87,7 @@ def delta_rule_sizes(config: ModelShape, options: DeltaRuleOptions) -> DeltaRule
             f"key_dim of {options.mixer}, model.hidden_size * {options.key_fraction:g} ({prefix}.head_dim sets another)"
         )
         require_divisor(heads_key, heads, what, key_dim)
-        width = int(key_dim) // heads
+        width = round(key_dim) // heads
     value_width = width * options.expand_v
     # 45 x 1.4 is not exactly 63 in binary.
     if not isclose(value_width, round(value_width), rel_tol=1e-5):
@@ -252,17 +252,6 @@ def softplus_decay(logits: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     dt = F.softplus(to_accumulation_dtype(logits) + to_accumulation_dtype(dt_bias))
     rate = to_accumulation_dtype(a_log).exp()
     return -dt * (rate.unsqueeze(-1) if dt_bias.dim() == 2 else rate)
-
-
-def initial_a_log(heads: int, low: float) -> nn.Parameter:
-    """Return log U(low, 16) per head, not below log 1e-6."""
-    return nn.Parameter(torch.empty(heads).uniform_(low, 16).clamp_min(1e-6).log())
-
-
-def initial_dt_bias(size: int) -> nn.Parameter:
-    """Return the inverse softplus of dt = exp U(log 0.001, log 0.1), not below 1e-4."""
-    dt = torch.empty(size).uniform_(log(1e-3), log(1e-1)).exp().clamp_min(1e-4)
-    return nn.Parameter(dt + (-torch.expm1(-dt)).log())
 
 
 def gated_rms_norm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
+from math import log, sqrt
 from typing import Protocol
 
 import torch
@@ -73,6 +73,17 @@ def hippo_complements(heads: int, head_dim: int, dt_min: float, dt_max: float, *
 def decay_logits(complement: Tensor) -> Tensor:
     """Return the float32 logits of decays, given 1 - decay, which is precise for decays near 1."""
     return (torch.log1p(-complement) - complement.log()).float()
+
+
+def initial_a_log(heads: int, low: float) -> nn.Parameter:
+    """Return log U(low, 16) per head, not below log 1e-6."""
+    return nn.Parameter(torch.empty(heads).uniform_(low, 16).clamp_min(1e-6).log())
+
+
+def initial_dt_bias(size: int) -> nn.Parameter:
+    """Return the inverse softplus of [size] time steps dt = exp U(log 0.001, log 0.1)."""
+    dt = torch.empty(size).uniform_(log(1e-3), log(1e-1)).exp()
+    return nn.Parameter(dt + (-torch.expm1(-dt)).log())
 
 
 class FusedProjections(Protocol):

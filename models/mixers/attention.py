@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 import torch
@@ -59,8 +60,10 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.rotary_pct <= 1:
             raise ValueError(f"{_KEY}.rotary_pct = {self.rotary_pct}: must be between 0 and 1")
-        if not self.rotary_base > 1:
-            raise ValueError(f"{_KEY}.rotary_base = {self.rotary_base}: must be greater than 1; 10000 is common")
+        if not 1 < self.rotary_base < inf:
+            raise ValueError(
+                f"{_KEY}.rotary_base = {self.rotary_base}: must be greater than 1 and finite; 10000 is common"
+            )
         require_at_least("attention", self, 1, "head_dim", "num_kv_heads", "yarn_original_length")
         if self.window is not None and self.window < 1:
             raise ValueError(

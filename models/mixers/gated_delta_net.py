@@ -11,11 +11,9 @@ from ..layers.delta_rule_mixer import (
     DeltaRuleMixer,
     DeltaRuleOptions,
     gated_rms_norm,
-    initial_a_log,
-    initial_dt_bias,
     softplus_decay,
 )
-from ..layers.projections import linear
+from ..layers.projections import initial_a_log, initial_dt_bias, linear
 from ..options import ModelShape, option
 
 

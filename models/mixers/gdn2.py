@@ -12,12 +12,10 @@ from ..layers.delta_rule_mixer import (
     DeltaRuleMixer,
     DeltaRuleOptions,
     gated_rms_norm,
-    initial_a_log,
-    initial_dt_bias,
     softplus_decay,
     split_heads,
 )
-from ..layers.projections import linear
+from ..layers.projections import initial_a_log, initial_dt_bias, linear
 from ..options import ModelShape
 from ..precision import to_accumulation_dtype
 

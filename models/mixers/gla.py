@@ -39,15 +39,15 @@ class GLAOptions:
 class GLA(nn.Module):
     """Compute the layer of Yang et al. 2023, section 4.4, with key_dim = expand_k d (d / 2) and value_dim = d.
 
-    alpha_t = sigmoid(W_2 W_1 x_t + b)^(1/16); S_t = diag(alpha_t) S_{t-1} + k_t v_t; o_t = q_t S_t /
-    sqrt(head_dim_k); y = W_O(SiLU(W_G x + b) * LayerNorm_head(o)). The LayerNorm has no gain: W_O contains it.
+    alpha_t = sigmoid(W_2 W_1 x_t + b)^(1 / temperature); S_t = diag(alpha_t) S_{t-1} + k_t v_t;
+    o_t = q_t S_t / sqrt(head_dim_k); y = W_O(SiLU(W_G x + b) * LayerNorm_head(o)). The LayerNorm has no gain: W_O contains it.
     """
 
     Options = GLAOptions
     state_size: ClassVar[str] = "d^2 / (2 heads) float32"
     supports_context_parallel: ClassVar[bool] = True
-    # Every tensor-parallel rank uses the whole W_1, and its heads compute a part of the gradient of W_1.
     fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    # Every tensor-parallel rank uses the whole W_1, and its heads compute a part of the gradient of W_1.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "partial_grad",
         "q_proj": "column",

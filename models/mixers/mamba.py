@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.projections import init_std, linear
+from ..layers.projections import init_std, initial_dt_bias, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.selective_scan import selective_scan
 from ..options import ModelShape, option, require_at_least, require_divisor
@@ -46,8 +45,8 @@ class Mamba(nn.Module):
     Options = MambaOptions
     state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) expand d"
     supports_context_parallel: ClassVar[bool] = True
-    # dt, B and C depend on the channels of their group only, so tensor parallelism splits between groups.
     fp8_projections: ClassVar[tuple[str, ...]] = ("x_proj", "out_proj")
+    # dt, B and C depend on the channels of their group only, so tensor parallelism splits between groups.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "gate_proj": "column",
@@ -72,9 +71,7 @@ class Mamba(nn.Module):
         self.conv = CausalConvolution(inner, options.conv_kernel, silu=True)
         self.select_weight = nn.Parameter(torch.randn(groups, rank + 2 * states, inner // groups) * init_std(config))
         self.dt_weight = nn.Parameter(torch.empty(groups, inner // groups, rank).uniform_(-(rank**-0.5), rank**-0.5))
-        dt = torch.empty(inner).uniform_(log(1e-3), log(1e-1)).exp()
-        # The inverse of softplus.
-        self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())
+        self.dt_bias = initial_dt_bias(inner)
         self.a_log = nn.Parameter(torch.arange(1, states + 1, dtype=torch.float32).log().repeat(inner, 1))
         self.skip = nn.Parameter(torch.ones(inner))
         self.out_proj = linear(config, inner, size, output=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 from typing import ClassVar
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import is_supported
-from ..layers.projections import linear
+from ..layers.projections import initial_a_log, initial_dt_bias, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.gla.normalized import short_attention
@@ -44,8 +43,8 @@ class Mamba2(nn.Module):
     Options = Mamba2Options
     state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) (expand d + 2 N)"
     supports_context_parallel: ClassVar[bool] = True
-    # Every tensor-parallel rank uses the whole of B and C, and its heads compute a part of their gradients.
     fp8_projections: ClassVar[tuple[str, ...]] = ("x_proj", "out_proj")
+    # Every tensor-parallel rank uses the whole of B and C, and its heads compute a part of their gradients.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "b_proj": "partial_grad",
@@ -77,10 +76,8 @@ class Mamba2(nn.Module):
         self.conv_x = CausalConvolution(inner, options.conv_kernel, silu=True)
         self.conv_b = CausalConvolution(options.state_size, options.conv_kernel, silu=True)
         self.conv_c = CausalConvolution(options.state_size, options.conv_kernel, silu=True)
-        dt = torch.empty(heads).uniform_(log(1e-3), log(1e-1)).exp()
-        # The inverse of softplus.
-        self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())
-        self.a_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.dt_bias = initial_dt_bias(heads)
+        self.a_log = initial_a_log(heads, 1)
         self.skip = nn.Parameter(torch.ones(heads))
         self.norm_weight = nn.Parameter(torch.ones(inner))
         self.norm_eps = config.norm_eps

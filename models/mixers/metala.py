@@ -140,12 +140,12 @@ class MetaLA(nn.Module):
         projected = dict(zip(present, self.project_inputs(x, tuple(present.values())), strict=True))
         a = with_decay(projected.get("a"), self.decay, x)
         y, new_state["recurrent"] = metala(
-            _heads(projected["q"], self.head_dim_k),
-            _heads(a, self.head_dim_k),
-            _heads(projected["v"], self.head_dim_v),
+            projected["q"].unflatten(-1, (-1, self.head_dim_k)),
+            a.unflatten(-1, (-1, self.head_dim_k)),
+            projected["v"].unflatten(-1, (-1, self.head_dim_v)),
             self.aug_weight,
             projected["gate"],
-            k=_heads(projected["k"], self.head_dim_k) if "k" in projected else None,
+            k=projected["k"].unflatten(-1, (-1, self.head_dim_k)) if "k" in projected else None,
             mask=mask,
             scale=self.scale,
             initial_state=state.get("recurrent"),
@@ -180,8 +180,3 @@ def with_decay(a: Tensor | None, decay: Tensor | None, x: Tensor) -> Tensor:
         assert decay is not None
         return decay.expand(*x.shape[:2], -1)
     return a if decay is None else (a + decay).to(a.dtype)
-
-
-def _heads(x: Tensor, head_dim: int) -> Tensor:
-    """Return [batch, length, heads * head_dim] as [batch, length, heads, head_dim], with heads from the tensor's shape."""
-    return x.unflatten(-1, (-1, head_dim))

@@ -17,7 +17,7 @@ from ..operators.lion.context_parallel import from_other_ranks
 from ..operators.lion.scans import two_scans
 from ..operators.metala import metala_epilogue
 from ..operators.varlen import without_padding
-from ..options import DT_MAX, DT_MIN, ModelShape, check_time_steps, option, require_at_least
+from ..options import DT_MAX, DT_MIN, ModelShape, check_key_dim, check_time_steps, option, require_at_least
 from ..precision import to_accumulation_dtype
 from .metala import DECAY_INIT, MetaLA, initial_decay, with_decay
 
@@ -83,7 +83,7 @@ class MetaLABidirectional(nn.Module):
     @staticmethod
     def check(config: ModelShape, options: MetaLABidirectionalOptions) -> None:
         """Raise ValueError if model.num_heads does not divide key_dim = hidden_size / 2."""
-        MetaLA.check(config, MetaLA.Options())
+        check_key_dim("metala_bidirectional", config, 0.5)
 
     def forward(
         self,

@@ -29,7 +29,7 @@ class RetNetOptions:
 
     def __post_init__(self) -> None:
         require_at_least("retnet", self, 1, "expand_v")
-        require_positive("retnet", self, "norm_eps")
+        require_positive("retnet", self, "rotary_base", "norm_eps")
 
 
 class RetNet(nn.Module):
@@ -44,8 +44,8 @@ class RetNet(nn.Module):
     Options = RetNetOptions
     state_size: ClassVar[str] = "expand_v d^2 / heads float32 and a position"
     supports_context_parallel: ClassVar[bool] = True
-    # head_index is a buffer: a head's decay depends on its number in the whole layer.
     fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    # head_index is a buffer: a head's decay depends on its number in the whole layer.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

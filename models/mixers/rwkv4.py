@@ -46,8 +46,8 @@ class RWKV4(nn.Module):
     Options = RWKV4Options
     state_size: ClassVar[str] = "3 d float32 and d"
     supports_context_parallel: ClassVar[bool] = True
-    # The token shift begins the parallel region, and all columns of the projections read it.
     fp8_projections: ClassVar[tuple[str, ...]] = ("k_proj", "v_proj", "out_proj")
+    # The token shift begins the parallel region, and all columns of the projections read it.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "mix_r": "partial_grad",
         "mix_k": "partial_grad",

@@ -13,7 +13,7 @@ from ..layers.embedding import token_positions
 from ..layers.projections import head_indices, linear
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.varlen import without_padding
-from ..options import ModelShape, option
+from ..options import ModelShape, option, require_positive
 from ..precision import to_accumulation_dtype
 
 
@@ -25,6 +25,9 @@ class TransNormerOptions:
         "all", "Layers with the phase cos(theta (s - t)): all, the first only (faster, as in the paper), or none."
     )
     phase_base: float = option(10000.0, "Base of the initial theta, as in rotary positions.")
+
+    def __post_init__(self) -> None:
+        require_positive("transnormer", self, "phase_base")
 
 
 class TransNormer(nn.Module):
@@ -39,8 +42,8 @@ class TransNormer(nn.Module):
     Options = TransNormerOptions
     state_size: ClassVar[str] = "2 d^2 / heads float32 and a position; half without the phase"
     supports_context_parallel: ClassVar[bool] = True
-    # head_index is a buffer: a head's decay depends on its number in the whole layer.
     fp8_projections: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "out_proj")
+    # head_index is a buffer: a head's decay depends on its number in the whole layer.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

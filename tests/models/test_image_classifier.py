@@ -101,6 +101,12 @@ def test_soft_distillation_is_a_scaled_divergence():
     torch.testing.assert_close(given, 0.75 * F.cross_entropy(logits, labels, reduction="none") + weight * divergence)
 
 
+def test_teacher_without_a_temperature_has_temperature_one():
+    logits, teacher, labels = torch.randn(6, 7), torch.randn(6, 7).softmax(-1), torch.randint(7, (6,))
+    without = classification_loss(logits, labels, teacher=teacher)
+    torch.testing.assert_close(without, classification_loss(logits, labels, None, teacher, torch.ones(6)))
+
+
 def test_head_counts_top1_top5_and_confusions():
     logits = torch.tensor([[5.0, 4, 3, 2, 1, 0, -1], [0.0, 1, 2, 3, 4, 5, 6], [9.0, 0, 0, 0, 0, 0, 1]])
     labels, weight = torch.tensor([0, 1, 6]), torch.tensor([1.0, 1.0, 0.0])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -436,7 +437,12 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
         ("gla", {"low_rank": 0}, r"gla\.low_rank = 0: must be at least 1"),
         ("gla", {"temperature": 0}, r"gla\.temperature = 0: must be greater than 0"),
         ("gla", {"conv_kernel": -1}, r"gla\.conv_kernel = -1: must be at least 0"),
-        ("gla", {"expand_k": 0.3}, r"key_dim of gla, model\.hidden_size \* 0\.3 = 9\.6"),
+        ("gla", {"expand_k": 0.3}, r"key_dim of gla, .* 0\.3 = 9\.6: must be a whole number, which model\.num_heads"),
+        ("gla", {"expand_k": inf}, r"gla\.expand_k = inf: must be greater than 0 and finite"),
+        ("gla", {"norm_eps": inf}, r"gla\.norm_eps = inf: must be greater than 0 and finite"),
+        ("metala", {"dt_max": inf}, r"dt_max = inf: set 0 < dt_min <= dt_max, both finite"),
+        ("retnet", {"rotary_base": 0.0}, r"retnet\.rotary_base = 0\.0: must be greater than 0"),
+        ("transnormer", {"phase_base": -1.0}, r"transnormer\.phase_base = -1\.0: must be greater than 0"),
         ("metala", {"dynamic_decay": False}, r"key_projection = true"),
         ("metala", {"expand_k": 0}, r"metala\.expand_k = 0: must be greater than 0"),
         ("linear_attention", {"feature_map": "x"}, r"linear_attention\.feature_map = 'x': allowed are elu, taylor"),
@@ -452,8 +458,13 @@ def test_invalid_options_are_refused(mixer: str, options: dict[str, Any], messag
 
 @pytest.mark.parametrize("mixer", ["gla", "retnet", "metala_bidirectional"])
 def test_heads_that_do_not_divide_are_refused(mixer: str) -> None:
-    with pytest.raises(ValueError, match=r"num_heads = 8 does not divide .*; nearest that do: .*4"):
+    with pytest.raises(ValueError, match=rf"num_heads = 8 does not divide .*\b{mixer}\b.*; nearest that do: .*4"):
         build((mixer, {}), size=8, heads=8)
+
+
+def test_product_that_is_whole_up_to_rounding_is_a_key_dim() -> None:
+    """Multiply 90 by 0.7, which is 62.99999999999999 in binary."""
+    assert build(("gla", {"expand_k": 0.7}), size=90, heads=9).q_proj.out_features == 63
 
 
 def tiny(path: Path) -> ModelConfig:
