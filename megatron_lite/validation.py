@@ -72,16 +72,16 @@ def evaluate(
     # In the whole set every labelled token has the same weight. In a selection the parts have their shares of the text.
     shares = weights if limit is None else {name: data.parts[name] for name in weights}
     by_part = {f"loss/{name}": sums[name].nll / sums[name].weight for name in shares}
-    whole = sum(shares.values()) or math.nan
-    loss = sum(share * by_part[f"loss/{name}"] for name, share in shares.items()) / whole
+    total_share = sum(shares.values()) or math.nan
+    loss = sum(share * by_part[f"loss/{name}"] for name, share in shares.items()) / total_share
     correct = [
         share * num_correct / sums[name].weight
         for name, share in shares.items()
         if (num_correct := sums[name].num_correct) is not None
     ]
-    accuracy = {"accuracy": sum(correct) / whole} if correct else {}
-    further = {"perplexity": math.exp(min(loss, 700.0))} if data.metrics is None else data.metrics()
-    values = {"loss": loss, **accuracy, **further}
+    accuracy = {"accuracy": sum(correct) / total_share} if correct else {}
+    metrics = {"perplexity": math.exp(min(loss, 700.0))} if data.metrics is None else data.metrics()
+    values = {"loss": loss, **accuracy, **metrics}
     if data.total_bytes:
         # For the whole set this is total nll / ln 2 / bytes. A selection uses the tokens per byte of the whole set.
         values["bits_per_byte"] = loss / math.log(2) * data.total_tokens / data.total_bytes

@@ -141,7 +141,7 @@ def rewrite(
         write_text(directory / "latest", final.name + "\n")  # the same command was killed before this line
         return final
     kinds = {"weights": ("weight",), "optimizer": optimizer_kinds(manifest)}
-    held = {name: ("weight", *optimizer_kinds(manifest, name)) for name in tensors}
+    stored = {name: ("weight", *optimizer_kinds(manifest, name)) for name in tensors}
     with _temporary_folder(final) as temporary:
         for rank, parts in enumerate(ranks):
             for stem, names in kinds.items():
@@ -149,7 +149,7 @@ def rewrite(
                     f"{kind}/{part.name}": reader.read(kind, part.name, part.shard, part.start, part.numel).clone()
                     for kind in names
                     for part in parts
-                    if kind in held[part.name]
+                    if kind in stored[part.name]
                 }
                 if names:
                     files |= write_file(temporary / f"{stem}-{rank:05d}.safetensors", group)
@@ -169,14 +169,14 @@ def publish(temporary: Path, final: Path, manifest: Mapping[str, Any], config_ya
     sums = {name: entry["sha256"] for name, entry in manifest.get("files", {}).items()}
     sums |= {name: file_sha256(temporary / name) for name in (CONFIG, MANIFEST)}
     write_text(temporary / FILE_NAME, checksums_text(sums))
-    former = final.with_name(f".{final.name}.former.writing")
+    replaced = final.with_name(f".{final.name}.former.writing")
     if final.exists():
-        shutil.rmtree(former, ignore_errors=True)
-        os.replace(final, former)
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(final, replaced)
     os.replace(temporary, final)
     sync(final.parent)
     write_text(final.parent / "latest", final.name + "\n")
-    shutil.rmtree(former, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def next_free_name(directory: Path) -> Path:
@@ -233,16 +233,16 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     # Later folders than `latest` exist after a rollback, or a kill before `latest` was written. The run replaces them.
     end = step_of(Path(latest.read_text().strip())) if latest.is_file() else max(steps, default=0)
     counted = [step for step in sorted(steps) if step <= end and step not in keep]
-    gone = []
+    deleted = []
     for folder in [steps[step] for step in counted[:-keep_last]]:  # [:-0] is none
         try:
             # The manifest goes first: a folder without it is no checkpoint, and the next call removes it.
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder)
-            gone.append(folder)
+            deleted.append(folder)
         except OSError as error:  # protected, or open on a network disk
             warnings.warn(f"the old checkpoint {folder} cannot be deleted, and stays: {error}", stacklevel=2)
-    return gone
+    return deleted
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:

@@ -124,10 +124,10 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
         # Rounded as in `lr_schedule.learning_rate`: 10 warmup steps of 100 allow a fraction of 0.9.
         round(schedule.wsd_decay_fraction * schedule.decay_steps) > schedule.decay_steps - schedule.warmup_steps
     ):
-        most = math.floor((1 - schedule.warmup_steps / schedule.decay_steps) * 1000 + 1e-6) / 1000
+        maximum = math.floor((1 - schedule.warmup_steps / schedule.decay_steps) * 1000 + 1e-6) / 1000
         text = (
             f"= {schedule.wsd_decay_fraction} of {schedule.decay_steps} steps begins before the warmup of "
-            f"{schedule.warmup_steps} ends: at most {most:g} is allowed"
+            f"{schedule.warmup_steps} ends: at most {maximum:g} is allowed"
         )
         yield Problem(("schedule", "wsd_decay_fraction"), text)
     if late := [step for step in checkpoint.extra_steps if step > schedule.train_steps]:

@@ -192,8 +192,8 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, name: str, sources: 
         if not isinstance(key, yaml.ScalarNode):
             raise yaml.constructor.ConstructorError(None, None, "a key must be a name", key.start_mark)
         if key.value in written:
-            both = f"{name}:{written[key.value]} and {name}:{line}"
-            sources.problems.append(f"{'.'.join((*path, key.value))}: written twice ({both})")
+            lines = f"{name}:{written[key.value]} and {name}:{line}"
+            sources.problems.append(f"{'.'.join((*path, key.value))}: written twice ({lines})")
         written[key.value] = line
     loader.flatten_mapping(node)
     tree: dict[str, Any] = {}

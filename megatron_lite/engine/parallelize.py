@@ -91,17 +91,17 @@ def parallelize(
     graph = parallel.cuda_graph and device.type == "cuda"
     if not blocks or not (parallel.tensor_overlap or graph):
         return calls
-    together = eager = chain([calls[index] for index in blocks])
+    all_blocks = eager = chain([calls[index] for index in blocks])
     if parallel.tensor_overlap:
-        together = MicroBatchOverlap(
+        all_blocks = MicroBatchOverlap(
             [overlap_parts(block, index, count, parallel, recompute) for index, block in blocks.items()],
             [parameter for block in blocks.values() for parameter in block.parameters()],
             device,
         )
     if graph:
-        together = GraphedBlocks(together, eager, list(blocks.values()), keep_gradients=keep_gradients)
+        all_blocks = GraphedBlocks(all_blocks, eager, list(blocks.values()), keep_gradients=keep_gradients)
     first = min(blocks)
-    calls[first] = together
+    calls[first] = all_blocks
     return {index: call for index, call in calls.items() if index == first or index not in blocks}
 
 

@@ -49,20 +49,20 @@ def fp8_summary(fp8: Fp8Config, layers: Sequence[nn.Module], ranks: int, dtype: 
     if fp8.recipe == "none":
         return ""
     selected: dict[str, None] = {}
-    others: dict[str, list[str]] = {}
+    excluded: dict[str, list[str]] = {}
     for index, layer in enumerate(layers):
         if not is_fp8_layer(fp8, index, len(layers)):
             continue
         names, reasons = select_projections(layer, ranks)
         selected |= dict.fromkeys(names)
         for name, reason in reasons.items():
-            if name not in (known := others.setdefault(reason, [])):
-                known.append(name)
-    rest = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in others.items())
+            if name not in (listed := excluded.setdefault(reason, [])):
+                listed.append(name)
+    exclusions = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in excluded.items())
     if not selected:
         raise ValueError(
-            f"precision.fp8.recipe = {fp8.recipe}: no projection of this model can run in FP8: {rest}. Set recipe=none"
+            f"precision.fp8.recipe = {fp8.recipe}: no projection of this model can run in FP8: {exclusions}. Set recipe=none"
         )
     blocks = sum(is_fp8_layer(fp8, index, len(layers)) for index in range(len(layers)))
     line = f"FP8 ({fp8.recipe}) in {blocks} of {len(layers) - 2} blocks: {', '.join(selected)}"
-    return f"{line}; in {dtype}: {rest}" if rest else line
+    return f"{line}; in {dtype}: {exclusions}" if exclusions else line

@@ -35,8 +35,8 @@ def overlap_parts(
 
     A block that is recomputed has one part, because the tensors between parts would have to be stored.
     """
-    whole = mode_of(index, count, parallel) not in ("none", "elementwise")
-    parts = (layer,) if whole else (layer.mix, layer.finish)
+    is_recomputed = mode_of(index, count, parallel) not in ("none", "elementwise")
+    parts = (layer,) if is_recomputed else (layer.mix, layer.finish)
     return [checkpointed(part, index, count, parallel, recompute) for part in parts]
 
 

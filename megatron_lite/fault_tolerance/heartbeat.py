@@ -135,7 +135,7 @@ class Heartbeat:
     def _run(self) -> None:
         """Send beats and watch the next rank until the loop or the run ends."""
         watched = self._next(self._grid.rank)
-        seen, since = -1, 0.0
+        number, since = -1, 0.0
         while not self._over.wait(self._interval):
             now = self._clock.seconds
             try:
@@ -146,9 +146,9 @@ class Heartbeat:
             except dist.DistError:
                 continue  # `_expect_store` limits the retries
             if beat.state == "done":
-                watched, seen, since = self._next(watched), -1, now
-            elif beat.number != seen:
-                seen, since, self._peers[watched] = beat.number, now, beat
+                watched, number, since = self._next(watched), -1, now
+            elif beat.number != number:
+                number, since, self._peers[watched] = beat.number, now, beat
             elif beat.state.startswith("failed") and now - since > self._interval:
                 self._end(f"{self._name(watched)} {_why(beat)}")
             elif now - since > self._seconds:

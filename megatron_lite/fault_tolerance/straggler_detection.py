@@ -108,8 +108,8 @@ class StragglerDetector:
             for rank, name in sorted(outliers & self._suspects)
         ]
         self._suspects = outliers
-        whole = [row[1] + row[2] for row in rows]
-        ratios = [value / max(median, 1e-9) for value, median in zip(whole, _medians(whole, stages), strict=True)]
+        local = [row[1] + row[2] for row in rows]
+        ratios = [value / max(median, 1e-9) for value, median in zip(local, _medians(local, stages), strict=True)]
         probes = [value / max(m, 1e-9) for value, m in zip(parts["probe"], medians["probe"], strict=True)]
         slowest = max(range(len(rows)), key=ratios.__getitem__)
         return Spread(slowest, ratios[slowest], max(probes), slow)

@@ -239,7 +239,7 @@ def test_sample_text_ends_at_the_last_learned_position(arguments, tmp_path, caps
     capsys.readouterr()
     assert generate.main([str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "30"]) == 2
     output = capsys.readouterr()
-    assert "--max-tokens 30: after a prompt of 4 tokens 29 are allowed (model.max_positions = 32)" in output.err
+    assert "--max-tokens 30: after a prompt of 4 tokens at most 29 is allowed (model.max_positions = 32)" in output.err
     assert not output.out
     assert generate.main([str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "29"]) == 0
 

@@ -10,7 +10,7 @@ from tests.cli.conftest import ROOT, assert_same_run, environment
 from tests.parity.launch import free_port
 
 
-def test_run_by_the_deepspeed_launcher_equals_one_process(arguments, alone, tmp_path):
+def test_run_by_the_deepspeed_launcher_equals_one_process(arguments, single_process_run, tmp_path):
     launcher = Path(sys.executable).with_name("deepspeed")
     # The launcher looks for its accelerator before train.py selects the CPU.
     done = subprocess.run(
@@ -23,4 +23,4 @@ def test_run_by_the_deepspeed_launcher_equals_one_process(arguments, alone, tmp_
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--local_rank=1" in done.stdout + done.stderr  # the launcher adds this argument
-    assert_same_run(tmp_path / "run", alone)
+    assert_same_run(tmp_path / "run", single_process_run)

@@ -107,7 +107,7 @@ def requeued(tmp_path: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def test_job_stops_before_its_time_limit_is_requeued_and_resumes(job, arguments, alone, tmp_path):
+def test_job_stops_before_its_time_limit_is_requeued_and_resumes(job, arguments, single_process_run, tmp_path):
     words = arguments()
     run = tmp_path / "run"
     first = job(*words)
@@ -121,7 +121,7 @@ def test_job_stops_before_its_time_limit_is_requeued_and_resumes(job, arguments,
     second = job(*words)
     output = output_of(second)
     assert requeued(tmp_path) == ["4711"]  # a complete run is not requeued
-    assert_same_run(run, alone)
+    assert_same_run(run, single_process_run)
     manifest = json.loads((run / "checkpoints" / "step_00000008" / "manifest.json").read_text())
     assert manifest["layout"]["world_size"] == 2
 

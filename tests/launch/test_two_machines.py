@@ -22,7 +22,7 @@ def machines() -> Iterator[list[Machine]]:
         yield pair
 
 
-def test_run_on_two_machines_equals_one_process(machines, arguments, alone, tmp_path):
+def test_run_on_two_machines_equals_one_process(machines, arguments, single_process_run, tmp_path):
     processes = [
         subprocess.Popen(
             [*machine.prefix, "bash", "-euc", example()],
@@ -50,6 +50,6 @@ def test_run_on_two_machines_equals_one_process(machines, arguments, alone, tmp_
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert_same_run(tmp_path / "run", alone)
+    assert_same_run(tmp_path / "run", single_process_run)
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000008" / "manifest.json").read_text())
     assert manifest["layout"]["world_size"] == 2

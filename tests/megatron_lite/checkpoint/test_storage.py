@@ -92,18 +92,18 @@ def test_step_saved_again_stays_until_it_is_replaced(tmp_path, monkeypatch):
     assert (final / "weights").read_text() == "new"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
     temporary.mkdir()
-    former = tmp_path / ".step_00000001.former.writing"
+    replaced = tmp_path / ".step_00000001.former.writing"
 
     def killed(source, target):
         if source == temporary:
-            assert (former / "weights").read_text() == "new"
+            assert (replaced / "weights").read_text() == "new"
             raise OSError("killed")
         source.rename(target)
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(OSError, match="killed"):
         publish(temporary, final, {}, "")
-    assert (former / "weights").read_text() == "new"
+    assert (replaced / "weights").read_text() == "new"
 
 
 def test_order_of_flushes(tmp_path, monkeypatch):
@@ -138,5 +138,5 @@ def test_order_of_flushes(tmp_path, monkeypatch):
         "-> run/checkpoints/latest",
         "run/checkpoints",
     ]
-    rest = iter(events[3:])
-    assert [event for event in needed if event in rest] == needed
+    later_events = iter(events[3:])
+    assert [event for event in needed if event in later_events] == needed

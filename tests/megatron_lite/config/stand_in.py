@@ -24,7 +24,7 @@ class StandIn:
 
 
 # The keys that every run must set.
-LEAST = (
+REQUIRED = (
     "model.vocab_size=5000",
     "data.corpus=stdlib",
     "batch.micro_batch_size=2",

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_lite.config.loader import Config, ConfigError, dump_config, explain_config, load_config
 
-from .stand_in import LEAST, StandIn
+from .stand_in import REQUIRED, StandIn
 
 
 def load(*overrides: str, file: Path | None = None, world_size: int = 1) -> Config[StandIn]:
     files = [] if file is None else [file]
-    least = () if file is not None else LEAST
-    return load_config(files, [*least, *overrides], model_type=StandIn, world_size=world_size)
+    required = () if file is not None else REQUIRED
+    return load_config(files, [*required, *overrides], model_type=StandIn, world_size=world_size)
 
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -103,7 +103,7 @@ def test_explain_names_the_origin_of_each_value(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     Path("base.yml").write_text("optimizer:\n  eps: 0.5\n  betas: [0.8, 0.9]\nlogging: {interval: 2}\n")
     Path("main.yml").write_text("include: base.yml\n\noptimizer: {eps: 0.25}\nlogging:\n  interval: null\n")
-    overrides = [*LEAST, "model.mixer_options={metala: {preset: paper}}", "evaluation.prompt=two\nlines"]
+    overrides = [*REQUIRED, "model.mixer_options={metala: {preset: paper}}", "evaluation.prompt=two\nlines"]
     text = explain_config(["main.yml"], overrides, model_type=StandIn, world_size=1)
     for line in (
         "  eps: 0.25  # main.yml:3",
@@ -123,10 +123,10 @@ def test_explain_names_the_origin_of_each_value(tmp_path: Path, monkeypatch: pyt
 def test_section_reset_to_null_has_no_origin(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
     file.write_text("data: {tokenizer: {type: bytes, path: x}}\n")
-    text = explain_config([file], [*LEAST, "data.tokenizer=null"], model_type=StandIn)
+    text = explain_config([file], [*REQUIRED, "data.tokenizer=null"], model_type=StandIn)
     assert "    type: sentencepiece  # default\n    path: null  # default\n" in text
 
 
 def test_explain_refuses_what_load_refuses() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.lr is missing"):
-        explain_config([], LEAST[:4], model_type=StandIn)
+        explain_config([], REQUIRED[:4], model_type=StandIn)

@@ -8,13 +8,15 @@ import pytest
 
 from megatron_lite.config.loader import ConfigError, load_config
 
-from .stand_in import LEAST, StandIn
+from .stand_in import REQUIRED, StandIn
 
 
-def problems(*overrides: str, file: Path | None = None, least: tuple[str, ...] = LEAST, ranks: int = 1) -> list[str]:
+def problems(
+    *overrides: str, file: Path | None = None, required: tuple[str, ...] = REQUIRED, ranks: int = 1
+) -> list[str]:
     files = [] if file is None else [file]
     with pytest.raises(ConfigError) as caught:
-        load_config(files, [*least, *overrides], model_type=StandIn, world_size=ranks)
+        load_config(files, [*required, *overrides], model_type=StandIn, world_size=ranks)
     assert list(caught.value.problems) == [line[4:] for line in str(caught.value).splitlines()[1:]]
     return list(caught.value.problems)
 
@@ -167,7 +169,7 @@ def test_section_written_as_a_value(here: Path) -> None:
 
 
 def test_missing_keys_are_all_named() -> None:
-    assert problems(least=()) == [
+    assert problems(required=()) == [
         "batch needs two of micro_batch_size, global_batch_size, gradient_accumulation_steps: global_batch_size = "
         "micro_batch_size x gradient_accumulation_steps x data ranks (1 from WORLD_SIZE)",
         "model.vocab_size is missing: whole number. Rows of the embedding.",
@@ -311,7 +313,7 @@ def test_nearest_batch_sizes_are_legal() -> None:
     for choice in choices:
         load_config(
             [],
-            [*LEAST, "batch.micro_batch_size=7", "batch.global_batch_size=60", choice],
+            [*REQUIRED, "batch.micro_batch_size=7", "batch.global_batch_size=60", choice],
             model_type=StandIn,
             world_size=3,
         )
@@ -416,11 +418,11 @@ def test_conflicting_values(overrides: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize(("warmup", "decay"), [(1, 3), (10, 100), (50, 100), (100, 100)])
 def test_the_decay_of_wsd_that_is_named_is_allowed(warmup: int, decay: int) -> None:
     steps = ("schedule.kind=wsd", f"schedule.warmup_steps={warmup}", f"schedule.decay_steps={decay}")
-    (found,) = problems(*steps, "schedule.wsd_decay_fraction=1")
-    most = found.partition("at most ")[2].split()[0]
-    load_config([], [*LEAST, *steps, f"schedule.wsd_decay_fraction={most}"], model_type=StandIn)
+    (problem,) = problems(*steps, "schedule.wsd_decay_fraction=1")
+    maximum = problem.partition("at most ")[2].split()[0]
+    load_config([], [*REQUIRED, *steps, f"schedule.wsd_decay_fraction={maximum}"], model_type=StandIn)
     if warmup < decay:  # other schedules do not decay by this fraction
-        load_config([], [*LEAST, *steps[1:], "schedule.wsd_decay_fraction=1"], model_type=StandIn)
+        load_config([], [*REQUIRED, *steps[1:], "schedule.wsd_decay_fraction=1"], model_type=StandIn)
 
 
 def test_missing_file_does_not_report_its_keys(here: Path) -> None:

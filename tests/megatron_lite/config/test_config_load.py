@@ -13,7 +13,7 @@ import pytest
 
 from megatron_lite.config.loader import Config, ConfigError, load_config
 
-from .stand_in import LEAST, StandIn
+from .stand_in import REQUIRED, StandIn
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(*overrides: str, files: tuple[Path, ...] = (), world_size: int | None = None) -> Config[StandIn]:
-    return load_config(files, [*LEAST, *overrides], model_type=StandIn, world_size=world_size)
+    return load_config(files, [*REQUIRED, *overrides], model_type=StandIn, world_size=world_size)
 
 
 def write(path: Path, text: str) -> Path:
@@ -45,7 +45,7 @@ def test_sections_are_typed_and_frozen() -> None:
 def test_later_files_win_and_sections_merge(tmp_path: Path) -> None:
     first = write(tmp_path / "a.yml", "optimizer: {lr: 1.0, eps: 0.5}\nmodel:\n  mixers: [metala, attention]\n")
     second = write(tmp_path / "b.yml", "optimizer: {lr: 2.0}\nmodel:\n  mixers: [attention]\n")
-    config = load_config([first, second], [*LEAST[:4], LEAST[5]], model_type=StandIn)
+    config = load_config([first, second], [*REQUIRED[:4], REQUIRED[5]], model_type=StandIn)
     assert (config.optimizer.lr, config.optimizer.eps) == (2.0, 0.5)
     assert config.model.mixers == ("attention",)  # a list replaces a list
 
@@ -128,8 +128,8 @@ def test_null_restores_the_default(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yml", "model: {mixer_options: {metala: {preset: paper}}}\n")
     assert load("model.mixer_options=null", files=(file,)).model.mixer_options == {}
     assert load("model.mixer_options.metala=null", files=(file,)).model.mixer_options == {}
-    kept = load("model.mixer_options.metala.preset=null", files=(file,)).model.mixer_options
-    assert kept == {"metala": {"preset": None}}  # each mixer defines the meaning of null
+    options = load("model.mixer_options.metala.preset=null", files=(file,)).model.mixer_options
+    assert options == {"metala": {"preset": None}}  # each mixer defines the meaning of null
     assert load("data.corpus=null", "data.train=x", "data.tokenizer.type=bytes").data.corpus is None
 
 

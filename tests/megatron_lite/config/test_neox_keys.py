@@ -10,7 +10,7 @@ from megatron_lite.config.neox_hints import NEOX_KEYS
 from models.config import ModelConfig
 from models.mixers import MIXERS
 
-from .stand_in import LEAST, StandIn
+from .stand_in import REQUIRED, StandIn
 
 # The keys that users of GPT-NeoX know.
 KNOWN = [
@@ -29,7 +29,7 @@ KNOWN = [
 
 def answer(override: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config([], [*LEAST, override], model_type=StandIn, world_size=1)
+        load_config([], [*REQUIRED, override], model_type=StandIn, world_size=1)
     (line,) = caught.value.problems
     return line
 

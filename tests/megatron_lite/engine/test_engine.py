@@ -159,9 +159,9 @@ def test_accumulation_does_not_change_the_step(build):
     config = model_config()
     steps = batches(4, micro=2, accumulation=2)
     merged = [[{key: torch.cat([step[0][key], step[1][key]]) for key in step[0]}] for step in steps]
-    apart = run(build(config), steps)
-    together = run(build(config, accumulation=1), merged)
-    for a, b in zip(apart, together, strict=True):
+    accumulated = run(build(config), steps)
+    in_one = run(build(config, accumulation=1), merged)
+    for a, b in zip(accumulated, in_one, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-6)
         assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-5)
 

@@ -36,10 +36,10 @@ def test_resume_is_bit_exact(build, tmp_path, dtype, stage, mode):
     run(engine, steps[:3])
     # The step of the run is not the step of the optimizer, whose state may come from another run.
     Checkpointer(engine, tmp_path).save(step=1, state={"step": 1}, config_yaml="a: 1\n")
-    rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
-    other = build(model_config(), seed=99, **settings)
-    assert Checkpointer(other, tmp_path).load() == {"step": 1}
-    assert [other.train_step(step, lr=LR) for step in steps[3:]] == rest
+    expected = [engine.train_step(step, lr=LR) for step in steps[3:]]
+    resumed = build(model_config(), seed=99, **settings)
+    assert Checkpointer(resumed, tmp_path).load() == {"step": 1}
+    assert [resumed.train_step(step, lr=LR) for step in steps[3:]] == expected
 
 
 def test_a_checkpoint_loads_under_another_zero_stage(build, tmp_path):
@@ -47,10 +47,10 @@ def test_a_checkpoint_loads_under_another_zero_stage(build, tmp_path):
     engine = build(model_config(), zero_stage=3)
     run(engine, steps[:3])
     Checkpointer(engine, tmp_path).save(step=3, state={}, config_yaml="")
-    rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
-    other = build(model_config(), zero_stage=1)
-    Checkpointer(other, tmp_path).load()
-    for a, b in zip(rest, (other.train_step(step, lr=LR) for step in steps[3:]), strict=True):
+    expected = [engine.train_step(step, lr=LR) for step in steps[3:]]
+    resumed = build(model_config(), zero_stage=1)
+    Checkpointer(resumed, tmp_path).load()
+    for a, b in zip(expected, (resumed.train_step(step, lr=LR) for step in steps[3:]), strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-6)
         assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-5)
 

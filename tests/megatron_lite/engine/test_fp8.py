@@ -38,13 +38,13 @@ def test_resume_is_bit_exact(build, tmp_path, dtype, state):
     engine = build(model_config(), dtype=dtype, precision=precision)
     run(engine, steps[:2])
     Checkpointer(engine, tmp_path).save(step=2, state={"step": 2}, config_yaml="a: 1\n")
-    rest = [engine.train_step(step, lr=1e-4) for step in steps[2:]]
-    other = build(model_config(), seed=99, dtype=dtype, precision=precision)
-    assert Checkpointer(other, tmp_path).load() == {"step": 2}
-    assert [other.train_step(step, lr=1e-4) for step in steps[2:]] == rest
+    expected = [engine.train_step(step, lr=1e-4) for step in steps[2:]]
+    resumed = build(model_config(), seed=99, dtype=dtype, precision=precision)
+    assert Checkpointer(resumed, tmp_path).load() == {"step": 2}
+    assert [resumed.train_step(step, lr=1e-4) for step in steps[2:]] == expected
     plain = build(model_config(), seed=99, dtype=dtype, precision={"optimizer_state": state})
     Checkpointer(plain, tmp_path).load()
-    assert plain.train_step(steps[2], lr=1e-4).loss == pytest.approx(rest[0].loss, rel=1e-2)
+    assert plain.train_step(steps[2], lr=1e-4).loss == pytest.approx(expected[0].loss, rel=1e-2)
 
 
 def test_summary_names_the_projections_in_fp8_and_the_others(build):

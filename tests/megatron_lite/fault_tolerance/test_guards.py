@@ -37,10 +37,10 @@ def test_spike_guard_skips_only_far_above_the_running_mean():
     assert [guard.should_skip(loss) for loss in (8.0, 30.0, 6.0, 5.0, 4.0)] == [False] * 5  # the warmup
     mean = guard.mean
     assert not guard.should_skip(1.9 * mean)
-    before = guard.mean
-    assert guard.should_skip(2.1 * before)
-    assert guard.mean == before  # a spike does not move the mean
-    assert before == pytest.approx(0.98 * mean + 0.02 * 1.9 * mean)
+    updated = guard.mean
+    assert guard.should_skip(2.1 * updated)
+    assert guard.mean == updated  # a spike does not move the mean
+    assert updated == pytest.approx(0.98 * mean + 0.02 * 1.9 * mean)
     assert guard.should_skip(float("nan"))
     assert not guard.should_skip(3.0)
 
@@ -98,8 +98,8 @@ def test_the_skip_counter_counts_in_a_row_and_names_steps_and_samples(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(7, 100), (150, 150)])
-def test_dump_holds_a_hundred_steps_and_all_skipped_ones(tmp_path, limit, kept):
+@pytest.mark.parametrize(("limit", "dumped"), [(7, 100), (150, 150)])
+def test_dump_holds_a_hundred_steps_and_all_skipped_ones(tmp_path, limit, dumped):
     counter = SkipCounter(limit, tmp_path)
 
     def skipped_from_200_on() -> None:
@@ -109,7 +109,7 @@ def test_dump_holds_a_hundred_steps_and_all_skipped_ones(tmp_path, limit, kept):
     with pytest.raises(TooManySkippedSteps, match=f"steps 200 to {199 + limit}, samples 200 to {199 + limit}"):
         skipped_from_200_on()
     (dump,) = tmp_path.iterdir()
-    assert [entry["step"] for entry in json.loads(dump.read_text())] == list(range(200 + limit - kept, 200 + limit))
+    assert [entry["step"] for entry in json.loads(dump.read_text())] == list(range(200 + limit - dumped, 200 + limit))
 
 
 def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
