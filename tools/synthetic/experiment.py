@@ -17,7 +17,7 @@ from megatron_lite.config.files import CONFIGS, ConfigError
 from models.options import nearest_names
 from tools.cli.yaml_file import read_as
 
-from .classification import check_task
+from .classification import TASKS, check_task
 
 FOLDER = CONFIGS / "experiments"
 
@@ -232,9 +232,14 @@ class Run:
 def load_experiment(suite: str, overrides: Sequence[str] = (), path: Path | None = None) -> Experiment:
     """Read configs/experiments/<suite>.yml, or `path`, with `key=value` overrides.
 
-    Raises ConfigError listing all errors, and for an override that a task's settings or a model's recipe replaces.
+    Raises ConfigError listing all errors, for settings of an unknown task, and for an override that a task's settings or a
+    model's recipe replaces.
     """
     experiment = read_as(Experiment, path or FOLDER / f"{suite}.yml", overrides, suite=suite)
+    known = dict.fromkeys([*experiment.tasks, *experiment.mad, *TASKS])
+    for name in experiment.settings:
+        if name not in known:
+            raise ConfigError([f"settings.{name} belongs to no task; {nearest_names(name, known)}"])
     for task, word in product(experiment.tasks, overrides):
         rest = word.removeprefix(f"settings.{task}.")
         key, _, below = rest.partition("=")[0].partition(".")
@@ -277,7 +282,12 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
 
 def _runs_of_task(experiment: Experiment, name: str, precision: str) -> list[Run]:
     """Return the runs of a task, or of all settings of a MAD task."""
-    for key, models in (("models", experiment.models), (f"settings.{name}.recipes", experiment.recipes)):
+    named = {
+        "models": experiment.models,
+        f"settings.{name}.recipes": experiment.recipes,
+        "more_lrs.models": experiment.more_lrs.models,
+    }
+    for key, models in named.items():
         for model in models:
             if model not in experiment.definitions:
                 raise ValueError(

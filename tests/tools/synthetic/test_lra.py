@@ -171,6 +171,8 @@ def test_the_command_trains_and_writes_the_table(tmp_path, capsys):
         ("settings.pathfinder.data.length=255", r"length = 255: size \* size = 256 is required"),
         ("settings.pathfinder.data.dashes=20", "cannot hold two paths of 20 dashes"),
         ("settings.pathfinder.data.colour=1", "unexpected keyword argument 'colour'"),
+        ("settings.pathfindr.epochs=1", "settings.pathfindr belongs to no task; did you mean pathfinder"),
+        ("more_lrs={models: [metalla]}", "more_lrs.models: 'metalla' is not in `definitions`; did you mean metala"),
     ],
 )
 def test_wrong_settings_are_refused(word, message, capsys):
