@@ -6,14 +6,13 @@
 | input gradient  | dx = dy w | dy [tokens, out], scale per token       | w' [in, out], one scale|
 | weight gradient | dw = dy'x | dy' [out, tokens], one scale            | x' [in, tokens], scale 1 |
 
-Each tensor is quantised once, along its rows. Hopper's FP8 matmuls read both operands along the sum, so the gradients need
-transposed copies. These are made of the FP8 numbers (`transposed`). A scale inside of the sum moves into one operand: the scales
-of w into w', those of dy and x into dy'. They are powers of two, so that this changes exponents and rounds no mantissa again.
+w' is the transpose of w. Each tensor is quantised once, along its rows. Hopper's FP8 matmuls read both operands along the summed
+dimension, so the gradients need transposed copies, made of the FP8 numbers (`transposed`). Scales along the summed dimension move
+into one operand: those of w into w', those of dy and x into dy'. All scales are powers of two, so only exponents change.
 
 A scale follows from the row alone, so there is no amax history. Quantisation rounds the mantissa to the same bits with every
-scale, unless the number is below 2^-13 of the row's largest, or 2^-15 of the largest of a transposed copy. A shard has its own
-scales and therefore the same numbers, except those small ones. So no rank exchanges a scale, and every layout computes the same
-matmul.
+scale, unless the number is below 2^-13 of the row's largest, or 2^-15 of the largest of a transposed copy. A shard with scales of
+its own has the same numbers, except small ones. So ranks exchange no scales, and every layout computes the same matmul.
 
 On CUDA `torch._scaled_mm` multiplies, and Triton kernels quantise (`kernels.py`). On a CPU the operands are dequantised and
 multiplied in float32, which is the reference.
@@ -32,8 +31,8 @@ from torch import Tensor
 ALIGNMENT = 16  # `torch._scaled_mm` takes widths that are multiples of it
 FORMAT = torch.float8_e4m3fn
 _EXPONENT = 8  # of the largest number, 1.75 * 2^8
-_SMALLEST = 2.0**-100  # smaller rows count as this: the reciprocal of a scale stays finite
-_SMALLEST_COMMON = 2.0**-126
+_SMALLEST = 2.0**-100  # smallest maximum of a row: the reciprocal of its scale stays finite
+_SMALLEST_COMMON = 2.0**-126  # smallest scale of a transposed copy
 
 
 class Quantized(NamedTuple):

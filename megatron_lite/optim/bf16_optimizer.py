@@ -166,7 +166,7 @@ class PatchedStep:
 def _local_sums(zero: Any, group: int) -> list[tuple[Tensor, bool]]:
     """Return the float32 sums of a group per parameter, cut to the optimizer state of this process.
 
-    With each: whether this process counts it in the norm. One of the processes that hold copies does.
+    The second of each pair says whether this process counts the part in the norm: one process does for all copies.
     """
     from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
 
@@ -186,7 +186,7 @@ def _local_sums(zero: Any, group: int) -> list[tuple[Tensor, bool]]:
 class _Torch:
     """The passes over gradients, master weights and moments with PyTorch's functions.
 
-    `gradients` holds those of every group's parameters; None: they are in the float32 sums. This class reads only the sums.
+    gradients: the 16-bit gradients per group; None if the float32 sums hold them. This class reads only the sums.
     """
 
     def __init__(self, zero: Any) -> None:

@@ -23,7 +23,7 @@ from megatron_lite.optim.whole_matrices import MatrixPiece, WholeMatrices
 
 # The quintic polynomial of Jordan et al.: it maps singular values in (0, 1] close to 1 within five steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS = 5
+STEPS = 5  # Newton-Schulz steps
 _BATCH = 1 << 27  # elements per batch of Newton-Schulz steps: enough for the device, few enough for its memory
 _KERNEL_ROWS = 512  # on an H200 the kernel saves 7 % of the time of five steps for 512 rows, 19 to 26 % for 2048
 _HAS_TRITON = find_spec("triton") is not None
@@ -92,29 +92,22 @@ class Muon(torch.optim.AdamW):
             self.param_groups = groups
 
     @torch.no_grad()
-    def update(self, group: Mapping[str, Any], flat: Tensor, gradient: Tensor, factor: Tensor | None = None) -> None:
-        """Apply one update to the flat master weights of a Muon group.
-
-        Args:
-            flat, gradient: [elements].
-            factor: float32 scalar that multiplies the gradient; NaN changes nothing. It does not synchronise with the device.
-        """
+    def update(self, group: Mapping[str, Any], flat: Tensor, gradient: Tensor) -> None:
+        """Apply one update to the flat master weights [elements] of a Muon group, for their gradient [elements]."""
         options, state = self.options, self.state[flat]
-        gradient = gradient.float() if factor is None else gradient.float() * factor
-        applied = None if factor is None else factor.isfinite()
+        gradient = gradient.float()
         # The mean (1 - mu) g + mu m instead of the sum g + mu m. The orthogonalization does not depend on the scale, and the
         # momentum is then AdamW's first moment.
         mu = options.momentum
         momentum = torch.mul(state["exp_avg"].float(), mu).add_(gradient, alpha=1 - mu)
         update = torch.mul(momentum, mu).add_(gradient, alpha=1 - mu) if options.nesterov else momentum
         update = update.to(options.compute_dtype)
-        _copy_if(applied, momentum, state["exp_avg"])
+        state["exp_avg"].copy_(momentum)
         del momentum, gradient  # their memory is free during the orthogonalization
         self.orthogonalize(update)
         weight = flat.float() * (1 - group["lr"] * group["weight_decay"])
-        _copy_if(applied, weight.add_(update, alpha=-group["lr"] * ADAMW_RMS), flat)
-        if factor is None:
-            state["step"] += 1
+        flat.copy_(weight.add_(update, alpha=-group["lr"] * ADAMW_RMS))
+        state["step"] += 1
 
     def orthogonalize(self, flat: Tensor) -> None:
         """Replace every matrix M [m, n] in a flat tensor by sqrt(max(m, n)) U V^T, where M = U S V^T. Every process calls it.
@@ -128,11 +121,6 @@ class Muon(torch.optim.AdamW):
         with torch.profiler.record_function("Muon.orthogonalize"):
             orthogonalize_by_shape(blocks)
         self._matrices.scatter(matrices, flat)
-
-
-def _copy_if(applied: Tensor | None, source: Tensor, target: Tensor) -> None:
-    """Copy `source` to `target` if the scalar `applied` holds, without waiting for its value; None: always."""
-    target.copy_(source if applied is None else torch.where(applied, source, target))
 
 
 def orthogonalize_by_shape(matrices: Iterable[Tensor]) -> None:
@@ -190,5 +178,5 @@ def symmetric_matmul(x: Tensor, **factors: float) -> Tensor:
 
 
 def uses_kernel(x: Tensor) -> bool:
-    """Return whether matrices are so large, and in 16 bits on CUDA, that half a matmul in Triton is faster than a whole one."""
+    """Return whether `symmetric_matmul` is faster than a general matmul: for large bf16 matrices [batch, m, n] on CUDA."""
     return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] >= _KERNEL_ROWS and _HAS_TRITON

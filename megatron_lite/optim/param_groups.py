@@ -40,8 +40,8 @@ def build_optimizer(
         if filler_device is not None and not group:
             fillers.append(nn.Parameter(torch.zeros(1, device=filler_device)))
             group.append(fillers[-1])
-        # ZeRO stores a group in one buffer. cuBLAS and the kernels are slow at addresses that are no multiples of 16 bytes, so
-        # that tensors of other sizes, such as one decay per head, come last.
+        # ZeRO stores a group in one buffer. cuBLAS and the kernels are slow at addresses that are no multiples of 16 bytes.
+        # Therefore tensors of other sizes, for example one decay per head, come last.
         group.sort(key=lambda parameter: parameter.numel() % 8 != 0)
     groups = [
         {"params": params, "weight_decay": value, "muon": params is matrices}
@@ -68,8 +68,8 @@ def parameter_kind(module: nn.Module, name: str) -> str:
 def matrices_of(block: nn.Module) -> dict[str, int]:
     """Return the matrices of a block at full width, which Muon updates: parameter name -> heads; 0 without heads.
 
-    These are the weights of its linear layers. Heads have the projections of queries (`r_proj` in RWKV), keys and values of a
-    mixer that, or whose `sizes`, has `head_dim_k` for queries and keys and `head_dim_v` for values, or `head_dim` for all.
+    The matrices are the weights of linear layers. Those named q_proj, r_proj (queries of RWKV), k_proj and v_proj have heads, if
+    the mixer or its `sizes` has the attribute `head_dim_k` (of queries and keys) or `head_dim_v`, or `head_dim` for all three.
     """
     matrices = {}
     for owner, module in block.named_modules():

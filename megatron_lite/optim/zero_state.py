@@ -22,6 +22,10 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.sharding_plan import Shard
 
 AVERAGE = "ema"  # key of the average of the weights, among a fragment's tensors and in checkpoints
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # Muon's matrices have the first alone
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+# The whole 16-bit (or float32) weights of a parameter group; stages 1 and 2; stage 1 in bf16.
+_MODEL_FLATS = ("bit16_groups_flat", "bf16_groups_flat")
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ class OptimizerState:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Use the average in place of the weights, if there is one. Every process calls it."""
+        """Use the average of the weights, if there is one, in place of the weights. Every process calls it."""
         if not self.has_average:
             yield
             return
@@ -180,7 +184,7 @@ class OptimizerState:
     def weight_buffers(self) -> list[NamedBuffer]:
         """Return the weights that the forward pass reads, as far as every data and context rank holds equal copies.
 
-        Under stage 3 these are copies of the small weights that stay gathered; none while they are not gathered.
+        Under stage 3 these are copies of the small weights that stay gathered, and nothing while these are partitioned.
         """
         if self._stage == 3:
             names = {id(sharded.parameter): f"weight {sharded.name}" for sharded in self._parameters}
@@ -322,9 +326,3 @@ class OptimizerState:
         for key in _MOMENTS:
             tensors[key] = self._zero.get_local_fp32_param(parameter, key)
         return min(start, parameter.ds_numel), {key: tensor.data.view(-1)[:numel] for key, tensor in tensors.items()}
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # Muon's matrices have the first alone
-_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-# The whole 16-bit (or float32) weights of a parameter group; stages 1 and 2; stage 1 in bf16.
-_MODEL_FLATS = ("bit16_groups_flat", "bf16_groups_flat")

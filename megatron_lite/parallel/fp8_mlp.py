@@ -1,9 +1,9 @@
-"""A SwiGLU MLP in FP8 as one autograd node, whose products between the matmuls are written in FP8 at once.
+"""A SwiGLU MLP in FP8 as one autograd node. The kernels between the matmuls write FP8, without a 16-bit copy.
 
     [gate, up] = x W_gu'      h = SiLU(gate) * up      y = h W_down'
 
-h and the gradients of gate and up are the widest tensors of a block. As 16-bit tensors they would be written, and read again to
-quantise them. Saved for the backward pass are x and h in FP8, and gate and up in `precision.dtype`.
+h and the gradients of gate and up are the widest tensors of a block. A 16-bit copy would be written once and read once more to
+quantise it. The backward pass reads x and h in FP8, and gate and up in `precision.dtype`.
 """
 
 from __future__ import annotations

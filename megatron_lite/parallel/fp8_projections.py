@@ -26,9 +26,9 @@ class _Linear(nn.Linear):
 
 
 def select_projections(layer: nn.Module, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the block's linears that run in FP8, and the others with the reason.
+    """Return the names of the block's linears that run in FP8, and name -> reason for the others.
 
-    layer: at full width. ranks: those of its tensor-parallel group.
+    layer: a block at full width. ranks: size of its tensor-parallel group.
     """
     specs = sharding_specs(layer)
     selected: list[str] = []

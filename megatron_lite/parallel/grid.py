@@ -94,7 +94,8 @@ def init_grid(
     )
     if world_size % (tensor * pipeline * context):
         raise ValueError(
-            f"WORLD_SIZE {world_size} is no multiple of tensor {tensor} x pipeline {pipeline} x context {context}"
+            f"WORLD_SIZE {world_size} is no multiple of tensor {tensor} x pipeline {pipeline} x context {context}; start a "
+            f"multiple of {tensor * pipeline * context} processes"
         )
     place = _device(device, local_rank)
     if place.type == "cuda":
@@ -114,16 +115,14 @@ def init_grid(
             store = _store(rank, world_size, limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         atexit.register(dist.destroy_process_group)
-    sizes = {"pipe": pipeline, "data": world_size // (tensor * pipeline * context), "context": context}
-    sizes["tensor"] = tensor
-    ranks = torch.arange(world_size).reshape(*sizes.values())
+    ranks = torch.arange(world_size).reshape(pipeline, -1, context, tensor)
     pipe_rank, data_rank, context_rank, tensor_rank = (ranks == rank).nonzero()[0].tolist()
     return Grid(
         rank,
         world_size,
         local_rank,
         data_rank=data_rank,
-        data_size=sizes["data"],
+        data_size=ranks.shape[1],
         device=place,
         context_rank=context_rank,
         context_size=context,

@@ -82,7 +82,7 @@ def join_launcher(store: dist.Store, world_size: int, seconds: float) -> dist.St
         newest = int(store.get("newest_launcher")) if store.check(["newest_launcher"]) else -1
         if newest > started:
             raise RankRefused(
-                f"process {os.getpid()} belongs to a launcher that has ended, and a later one uses its port: the process ends"
+                f"process {os.getpid()} belongs to a launcher that has ended; a later one uses its port, so this process ends"
             )
         if newest < started:
             store.set("newest_launcher", str(started))

@@ -52,21 +52,24 @@ class Limits:
 
 
 def limits_of(model: Any, sequence_length: int) -> Limits:
-    """Return the limits of a model section, which may define methods of their names and `num_layers`."""
+    """Return the limits of a model section.
+
+    The section may define `num_layers` and the methods `sharded_sizes`, `context_parallel_error` and `conv_kernels`.
+    """
     parts = {"sharded_sizes": dict, "context_parallel_error": str, "conv_kernels": dict}
     values = {name: getattr(model, name, empty)() for name, empty in parts.items()}
     return Limits(num_layers=getattr(model, "num_layers", 1), sequence_length=sequence_length, **values)
 
 
 def layout_problems(layout: Layout, limits: Limits) -> Iterator[tuple[str, str]]:
-    """Yield (key of the section `parallel`, what is wrong with its value) for everything that rules the layout out."""
+    """Yield (key of the section `parallel`, what is wrong with its value) for every limit that the layout exceeds."""
     for key, size in limits.sharded_sizes.items():
         if size % layout.tensor:
             yield "tensor", f"= {layout.tensor} does not divide {key} = {size}"
     if layout.pipeline > limits.num_layers:
         yield (
             "pipeline",
-            f"= {layout.pipeline}: at most one stage per block, model.num_layers = {limits.num_layers}, is allowed",
+            f"= {layout.pipeline}: a stage needs a block; at most model.num_layers = {limits.num_layers} are allowed",
         )
     if layout.context > 1 and limits.context_parallel_error:
         yield "context", f"= {layout.context}: {limits.context_parallel_error}; 1 is allowed"
@@ -77,8 +80,8 @@ def layout_problems(layout: Layout, limits: Limits) -> Iterator[tuple[str, str]]
         key = "context" if layout.context > 1 else "sequence_parallel"
         yield (
             key,
-            f"splits every sequence into {parts} parts, which does not divide batch.sequence_length = "
-            f"{limits.sequence_length}",
+            f"splits every sequence into {parts} parts: batch.sequence_length = {limits.sequence_length} must be a multiple of "
+            f"{parts}",
         )
     shard = limits.sequence_length // layout.context
     for key, size in limits.conv_kernels.items():
@@ -86,7 +89,7 @@ def layout_problems(layout: Layout, limits: Limits) -> Iterator[tuple[str, str]]
             yield (
                 "context",
                 f"= {layout.context} splits batch.sequence_length = {limits.sequence_length} into shards of {shard} tokens, "
-                f"fewer than the {size - 1} of the previous shard that {key} = {size} reads",
+                f"but {key} = {size} reads {size - 1} tokens of the previous shard",
             )
 
 

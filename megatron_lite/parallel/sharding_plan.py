@@ -31,7 +31,7 @@ class ShardingSpec(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> ShardingSpec | None:
-        """Read the names that checkpoints of earlier versions hold."""
+        """Return the spec for a name that checkpoints of earlier versions hold."""
         return {"shard": cls.HEADS, "replicated, gradient summed": cls.PARTIAL_GRAD}.get(str(value))
 
 

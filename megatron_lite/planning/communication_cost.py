@@ -7,7 +7,7 @@ reduce-scatter S (n - 1) / n.
 
 | kind                   | per step                                                                                 |
 |------------------------|------------------------------------------------------------------------------------------|
-| data, ZeRO 1           | (n-1)/n w P for the gradients (in bf16, else 2), (n-1)/n w P for the weights                |
+| data, ZeRO 1           | (n-1)/n w P for the gradients (fp16, fp32: 2 (n-1)/n w P), (n-1)/n w P for the weights       |
 | data, ZeRO 2           | m x 2 (n-1)/n w P for the gradients, (n-1)/n w P for the weights                           |
 | data, ZeRO 3           | m x 2 (n-1)/n w P to gather the weights twice, m x (n-1)/n w P for the gradients            |
 | tensor                 | m L x 4 all-reduces of w T d (2 forward, 2 backward; 6 with full activation checkpointing)    |
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from megatron_lite.parallel.layout import Layout
 
-# The time of the matmuls in FP8 over that in bf16, as a share of the FLOPs, with quantisation. The step of MetaLA 1.4B on an H200
+# Time of FP8 matmuls with quantisation, divided by that of bf16 matmuls. The step of MetaLA 1.4B on an H200
 # takes 180.5 ms with 88 % of its FLOPs in FP8, and about 245 ms in bf16 (docs/results/training.md).
 FP8_TIME = 0.7
 
@@ -60,7 +60,7 @@ class Workload:
         token_elements: elements that a block gathers per token of a shard, averaged over the blocks; 0 but for attention.
         sequence_length, micro_batch_size, global_batch_size: batch of the step, in tokens and samples.
         flops_per_token: training FLOPs per token, forward and backward.
-        width: bytes per element sent.
+        dtype: "bf16", "fp16" or "fp32", of the elements sent.
         zero_stage: 1 to 3. recompute: full activation checkpointing.
         matrices: elements of the matrices that Muon updates; 0 with AdamW. muon_flops: of its Newton-Schulz steps.
         fp8_flops_per_token: those of `flops_per_token` whose matmuls run in FP8.
@@ -75,12 +75,17 @@ class Workload:
     global_batch_size: int
     flops_per_token: float
     token_elements: float = 0.0
-    width: int = 2
+    dtype: str = "bf16"
     zero_stage: int = 1
     recompute: bool = False
     matrices: int = 0
     muon_flops: float = 0.0
     fp8_flops_per_token: float = 0.0
+
+    @property
+    def width(self) -> int:
+        """Return the bytes per element sent."""
+        return 4 if self.dtype == "fp32" else 2
 
 
 def volumes(work: Workload, layout: Layout, gpus: int) -> dict[str, float]:
@@ -97,7 +102,7 @@ def volumes(work: Workload, layout: Layout, gpus: int) -> dict[str, float]:
     elif work.zero_stage == 2:
         data_parallel = (2 * micro_batches + 1) * ring * local
     else:
-        data_parallel = 2 * ring * local
+        data_parallel = (2 if work.dtype == "bf16" else 3) * ring * local
     passes = 6 if work.recompute else 4
     t, c = layout.tensor, layout.context
     stage = gpus // layout.pipeline  # they share the matrices of Muon

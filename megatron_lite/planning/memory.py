@@ -18,7 +18,7 @@ Muon's matrices have a momentum of 4 / n or 2 / n in place of the moments, and t
 An average of the weights (`optimizer.ema_decay`) adds 4 / n to the moments.
 
 * On a GPU only from the end of the first backward pass to the end of the step. Not needed with one process and one micro-batch
-per step (bf16_step.py).
+per step (optim/bf16_optimizer.py).
 
 Blocks in CUDA graphs keep their activations, workspace and 16-bit gradients in a private memory pool for the whole run. The
 head and the optimizer step cannot reuse this pool. `torch.cuda.max_memory_allocated` does not include it.
@@ -125,11 +125,11 @@ def state_bytes(parameters: int, setting: Setting, matrices: int = 0) -> dict[st
 
 
 def muon_bytes(matrices: int, setting: Setting) -> float:
-    """Return the temporary bytes of an update of `matrices` elements by Muon.
+    """Return the temporary bytes of an update of `matrices` elements by Muon: the larger of two phases.
 
-    First float32 momentum and direction, where no kernel computes them. Then the direction of the process's own elements, and
-    one batch of Newton-Schulz steps: X, its successor and two square matrices. The most frequent shape has about half of the
-    elements. Several processes also hold the whole matrices, and around the steps what they send and receive.
+    The first holds float32 momentum and direction, unless a kernel computes them. The second holds the process's direction and
+    one batch of Newton-Schulz steps: X, its successor and two square matrices. The batch has about half of the elements, those
+    of the most frequent shape. Several processes also hold whole matrices, and before and after the steps the exchange buffers.
     """
     width, local = 4 if setting.dtype == "fp32" else 2, matrices / setting.replicas
     kernel = setting.released and setting.dtype == "bf16" and setting.zero_stage == 1
@@ -206,8 +206,12 @@ def _graph_phases(
 
 @dataclass(frozen=True)
 class _GradientBuffers:
-    """Temporary bytes of gradients and buffers: before the first gradient, during the backward pass, per parameter whose
-    gradient is complete, and after the backward pass."""
+    """Temporary bytes of gradients and buffers.
+
+    Attributes:
+        before, during, after: before the first gradient, during and after the backward pass.
+        per_parameter: further bytes per parameter whose gradient is complete.
+    """
 
     before: float
     during: float

@@ -185,7 +185,7 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
         micro_batch_size=batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
         flops_per_token=3 * sum(flops),
-        width=4 if dtype == "fp32" else 2,
+        dtype=dtype,
         recompute=config.parallel.activation_checkpointing.mode == "full",
         matrices=sum(rows * columns for rows, columns in matrices),
         muon_flops=2 * STEPS * sum(newton_schulz_cost(*shape) for shape in matrices),

@@ -49,7 +49,11 @@ def test_data_ranks_follow_from_the_model_ranks() -> None:
         (3, ["parallel.tensor=3"], r"parallel.tensor = 3 does not divide model.num_heads = 4"),
         (8, ["parallel.tensor=8"], r"num_heads = 4.*nearest legal layouts: tensor 4 x pipeline 1 x context 1"),
         (2, ["parallel.tensor=2", "model.vocab_size=97"], r"tensor = 2 does not divide model.vocab_size = 97"),
-        (8, ["parallel.pipeline=8"], r"parallel.pipeline = 8: at most one stage per block, model.num_layers = 4"),
+        (
+            8,
+            ["parallel.pipeline=8"],
+            r"parallel.pipeline = 8: a stage needs a block; at most model.num_layers = 4 are allowed",
+        ),
         (
             2,
             ["parallel.pipeline=2", "parallel.zero_stage=2"],
@@ -83,11 +87,11 @@ def test_data_ranks_follow_from_the_model_ranks() -> None:
             ["parallel.cublaslt.version=1"],
             r"parallel.cublaslt was removed, because cuBLAS chooses the algorithm of every matmul; delete this section",
         ),
-        (3, ["parallel.context=3"], r"3 parts, which does not divide batch.sequence_length = 64"),
+        (3, ["parallel.context=3"], r"3 parts: batch.sequence_length = 64 must be a multiple of 3"),
         (
             2,
             ["parallel.context=2", "model.mixers=[kda]", "model.mixer_options={kda: {conv_kernel: 34}}"],
-            r"context = 2 splits .* = 64 into shards of 32 tokens, fewer than the 33 .*kda.conv_kernel = 34 reads; nearest",
+            r"context = 2 splits .* = 64 into shards of 32 tokens, but .*kda.conv_kernel = 34 reads 33 tokens of .*; nearest",
         ),
         (
             2,

@@ -169,23 +169,6 @@ def test_change_of_optimizer_reports_what_is_kept(build, tmp_path, capsys, first
     assert other.train_step(steps[2], lr=3e-4).loss < previous
 
 
-def test_factor_scales_the_gradient_and_nan_changes_nothing():
-    def updated(gradient: torch.Tensor, factor: torch.Tensor | None) -> list[torch.Tensor]:
-        flat = torch.nn.Parameter(torch.arange(12.0))
-        muon = Muon([{"params": [flat], "muon": True}], MuonOptions(), lr=0.1, betas=(0.9, 0.95), eps=1e-8)
-        muon.attach([MatrixPiece("a", (2, 3), Shard(), 0, 6, 0), MatrixPiece("b", (3, 2), Shard(), 0, 6, 6)])
-        muon.state[flat] = {"step": torch.zeros(()), "exp_avg": torch.ones(12)}
-        muon.update(muon.param_groups[0], flat, gradient, factor)
-        return [flat.detach(), muon.state[flat]["exp_avg"]]
-
-    gradient = torch.linspace(-1, 1, 12)
-    for found, wanted in zip(updated(gradient, torch.tensor(0.5)), updated(gradient / 2, None), strict=True):
-        assert torch.equal(found, wanted)
-    weight, momentum = updated(gradient * nan, torch.tensor(nan))
-    assert torch.equal(weight, torch.arange(12.0))
-    assert torch.equal(momentum, torch.ones(12))
-
-
 def test_matrices_are_assigned_by_cost():
     costs = {"a": newton_schulz_cost(64, 256), **dict.fromkeys("bcde", newton_schulz_cost(64, 64))}
     assert assign_owners(costs, 2) == {"a": 0, "b": 1, "c": 1, "d": 1, "e": 0}

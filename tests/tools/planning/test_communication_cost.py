@@ -35,6 +35,8 @@ def work(**changes: object) -> Workload:
 def test_volumes_by_parallel_dimension():
     assert volumes(work(), Layout(), 1) == {"data": 0, "tensor": 0, "pipeline": 0, "context": 0, "muon": 0}
     assert volumes(work(), Layout(), 4)["data"] == pytest.approx(2 * 0.75 * 2e9)
+    # DeepSpeed's ZeRO 1 all-reduces the gradients of other dtypes.
+    assert volumes(work(dtype="fp32"), Layout(), 4)["data"] == pytest.approx(3 * 0.75 * 4e9)
     assert volumes(work(zero_stage=3), Layout(), 4)["data"] == pytest.approx(32 * 3 * 0.75 * 2e9)
     assert volumes(work(matrices=10**6), Layout(pipeline=2), 8)["muon"] == pytest.approx(0.75 * 4 * 5e5 / 4)
     hidden = 2 * 4 * 2048 * 2048
