@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from .launch import Launch, aligned, tl, triton
 from .primitives import sum_parts
 
-# Programs of the backward pass: four per multiprocessor of an H200, three for long rows, of which no more fit.
+# Programs of the backward pass: four per multiprocessor of an H200, and three for long rows, because no fourth one fits.
 _PROGRAMS, _PROGRAMS_LONG = 528, 396
 
 

@@ -1,7 +1,7 @@
 """The steps before and after Mamba-2's recurrence, one kernel forward and one backward each, computed in float32.
 
     v = dt u        y = w x / rms_head(x)  with x = (o + D u) SiLU(z)
-PyTorch's kernels would write and read about thirty float32 tensors in between. Reference: `models/mixers/mamba2.py`.
+PyTorch's kernels would write and read about thirty intermediate float32 tensors. Reference: `models/mixers/mamba2.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned, tl, triton
-from .primitives import sum_parts
+from .primitives import row_tile, sum_parts
 
-# Elements per tile, and programs of all heads in the backward pass.
-_ELEMENTS, _PROGRAMS = 2048, 1056
+# Programs of all heads in the backward pass.
+_PROGRAMS = 1056
 
 
 def apply_time_step(dt: Tensor, u: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def apply_time_step(dt: Tensor, u: Tensor) -> Tensor:
 
 
 def gated_norm(o: Tensor, u: Tensor, skip: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return y in o's dtype and z's shape.
+    """Return y = weight x / rms_head(x) with x = (o + skip u) SiLU(z), in o's dtype and z's shape.
 
     o, u: [batch, length, heads, head_dim]; skip: [heads]; z: [batch, length, heads * head_dim]; weight: [heads * head_dim].
     """
@@ -79,7 +79,7 @@ class _GatedNorm(torch.autograd.Function):
 
 @lru_cache(4096)
 def _step_launches(device: torch.device, dtype: torch.dtype, rows: int, dim: int) -> tuple[Launch, Launch]:
-    tile = _tile(dim)
+    tile = row_tile(dim)
     grid = (triton.cdiv(rows, tile[0]),)
     forward, backward = (
         Launch(kernel, grid, rows, dim, *tile, num_warps=4) for kernel in (_mamba2_step, _mamba2_step_backward)
@@ -92,22 +92,16 @@ def _norm_launches(
     device: torch.device, dtype: torch.dtype, skip: torch.dtype, weight: torch.dtype, shape: torch.Size, eps: float
 ) -> tuple[Launch, Launch]:
     batch, length, heads, dim = shape
-    tile = _tile(dim)
+    tile = row_tile(dim)
     values = batch * length, heads, eps, dim, *tile
     forward = Launch(_mamba2_norm, (triton.cdiv(batch * length, tile[0]), heads), *values, num_warps=4)
     return forward, Launch(_mamba2_norm_backward, (_programs(shape), heads), *values, num_warps=4)
 
 
-def _tile(dim: int) -> tuple[int, int]:
-    """Return the rows and channels of a tile."""
-    block = triton.next_power_of_2(dim)
-    return max(1, _ELEMENTS // block), block
-
-
 def _programs(shape: torch.Size) -> int:
     """Return the programs per head of the backward pass."""
     batch, length, heads, dim = shape
-    return min(triton.cdiv(batch * length, _tile(dim)[0]), max(1, _PROGRAMS // heads))
+    return min(triton.cdiv(batch * length, row_tile(dim)[0]), max(1, _PROGRAMS // heads))
 
 
 @triton.jit

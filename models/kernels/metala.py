@@ -1,8 +1,8 @@
-"""MetaLA's kernels: decay and key, epilogue, and the layer's core, which is both and GLA in one autograd node.
+"""MetaLA's kernels: decay and key, epilogue, and the core of a layer, which is decay, key, GLA and epilogue in one node.
 
     g = logsigmoid(a) / 16      k = 1 - exp(g)      da = (dg - dk exp(g)) sigmoid(-a) / 16
 
-a has 16 bits, g float32. PyTorch's own kernels would read and write the float32 values in between six times.
+a has 16 bits, g float32. PyTorch's own kernels would read and write intermediate float32 values six times.
 GLA and the self-augmentation both read q, k and v, and k and g are functions of a. The kernel of GLA's gradients
 (`models/kernels/gla/chunk_output.py`) accumulates both gradients of q, k and v, and computes that of a. The gradients of q, a, v
 and the output gate are adjacent in memory, so that one matmul can take them.
@@ -39,7 +39,7 @@ def metala_core(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the final states of `models.operators.metala.metala`.
 
-    q, a: [batch, length, heads, head_dim_k]; the others as there; scale above 0. Raises ValueError as
+    q, a: [batch, length, heads, head_dim_k]; scale above 0; the other arguments as in that function. Raises ValueError as
     `models.kernels.gla.gla.gla`.
     """
     case = case_of(q, a, v, scale, initial_state, cu_seqlens, layer=True)
@@ -225,7 +225,7 @@ def _launches(
 ) -> tuple[Launch, Launch]:
     """Return the forward and the backward launch for o of this shape.
 
-    apart: the stride between tokens of dgate in `epilogue_backward`, else 0.
+    gradient_stride: elements from one token of dgate to the next in `epilogue_backward`, else 0.
     """
     batch, length, heads, dim_v = shape
     sizes = batch * length, heads, eps, dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v)
@@ -247,7 +247,7 @@ _BACKWARD = 128, 16384, 1
 
 
 def _programs(shape: torch.Size, elements: int, programs: int) -> tuple[int, int]:
-    """Return rows per tile and programs per head. The latter are constant if there are enough tokens for all."""
+    """Return rows per tile and programs per head. With enough tokens the number of programs does not depend on them."""
     batch, length, heads, dim_v = shape
     rows = max(1, elements // triton.next_power_of_2(dim_v))
     return rows, min(triton.cdiv(batch * length, rows), max(1, programs // heads))

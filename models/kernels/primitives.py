@@ -1,4 +1,4 @@
-"""Functions that several kernels share: the sigmoid, and sums over programs in a fixed order."""
+"""Functions that several kernels share: tiles of rows, the sigmoid, and sums over programs in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from torch import Tensor
 
 from .launch import Launch, tl, triton
 
-# Parts and columns per tile.
-_PARTS, _COLUMNS = 128, 8
+# Parts and columns per tile of `sum_parts`, and elements per `row_tile`.
+_PARTS, _COLUMNS, _ELEMENTS = 128, 8, 2048
+
+
+def row_tile(dim: int) -> tuple[int, int]:
+    """Return the rows and channels of a tile of rows of `dim` channels."""
+    block = triton.next_power_of_2(dim)
+    return max(1, _ELEMENTS // block), block
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sums over `parts` [count, parts, columns], contiguous float32, as [count, columns] in `dtype`.
 
-    Atomic additions would add in an order that depends on timing; here the order is fixed.
+    The order of the additions is fixed. That of atomic additions would depend on timing.
     """
     count, number, columns = parts.shape
     out = parts.new_empty((count, columns), dtype=dtype)

@@ -76,4 +76,4 @@ def _swiglu_backward(dy, gate, up, side_by_side, N, WIDTH: tl.constexpr, VECTOR:
     tl.store(side_by_side + (at + WIDTH), dup.to(side_by_side.dtype.element_ty), mask=i < N)
 
 
-_launches = over_elements(_swiglu_forward, block=2048)
+_launches = over_elements(_swiglu_forward, block=_BLOCK)

@@ -1,6 +1,6 @@
 """C++ kernels for CPUs. `build.py` compiles each at its first use, for this processor, in less than a second, and caches it.
 
-On a CPU most of a small model's time is elementwise operators that read and write whole tensors; the kernels fuse them.
-Plain PyTorch runs instead without a compiler (`c++` or $CXX), without the sources (exported models), and with
+On a CPU a small model spends most of its time in elementwise operators that read and write whole tensors. The kernels fuse
+them. Plain PyTorch runs instead if there is no compiler (`c++` or $CXX), if there are no sources (exported models), or with
 METALION_NATIVE=0.
 """

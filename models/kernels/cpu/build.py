@@ -47,7 +47,7 @@ def shared_object(name: str, dtype: torch.dtype, **constants: int) -> ctypes.CDL
     try:
         library = _folder() / f"{name}-{key}.so"
         if not _is_own_file(library):
-            # Compiled to a temporary file, then renamed: other processes never see a part of it.
+            # Compiled to a temporary file, then renamed: other processes never load an incomplete library.
             with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
                 built = Path(temporary) / "built.so"
                 subprocess.run(
@@ -67,8 +67,8 @@ def shared_object(name: str, dtype: torch.dtype, **constants: int) -> ctypes.CDL
 def run(compiled: ctypes.CDLL | None, name: str, *arguments: Tensor | int | float | None) -> None:
     """Call the function `name` of a compiled library, with PyTorch's number of threads as a last argument.
 
-    Tensors are passed as pointers (contiguous, unless the function has arguments for strides), None as a null pointer, integers
-    as int64, other numbers as float.
+    Tensors are passed as pointers (contiguous, unless the function has arguments for strides), None as a null pointer, int as
+    int64, float as float.
     """
     getattr(compiled, name)(*map(_converted, arguments), ctypes.c_int64(torch.get_num_threads()))
 
@@ -107,7 +107,7 @@ def _folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if all(map(_is_own_folder, (folder.parent, folder))):
             return folder
-    except (OSError, RuntimeError):  # nothing can be written there; there is no home
+    except (OSError, RuntimeError):  # the folder cannot be written; there is no home folder
         pass
     folder = Path(tempfile.mkdtemp(prefix="metalion-native-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -54,7 +54,8 @@ def metala_core(
         bounds = cu_seqlens.to(torch.int64).contiguous()
     if initial_state is None:
         initial_state = torch.zeros(len(bounds) - 1, heads, head_dim_k, v.shape[-1])
-    return _MetaLACore.apply(q, a, v, aug_weight, gate, initial_state.float(), bounds, scale, eps)
+    # An int would be passed to the C++ function as an integer.
+    return _MetaLACore.apply(q, a, v, aug_weight, gate, initial_state.float(), bounds, float(scale), float(eps))
 
 
 def _shared_object(dtype: torch.dtype, head_dim_k: int, head_dim_v: int) -> ctypes.CDLL | None:

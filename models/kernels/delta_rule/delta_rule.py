@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..gla.gla import CHUNK, chunk_table, most_chunks, triangle
+from ..gla.gla import CHUNK, chunk_table, edge_states, most_chunks, triangle
 from ..launch import Launch, aligned, triton
 from .chunk_output import key_gradient_kernel, output_kernel, value_gradient_kernel
 from .chunk_state import states_backward_kernel, states_forward_kernel
@@ -50,6 +50,11 @@ class DeltaRuleCase:
     @property
     def chunks(self) -> int:
         return most_chunks(self.length, self.segments)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Return the shape of the initial and of the final states."""
+        return self.segments or self.batch, self.heads, self.dim_k, self.dim_v
 
     @property
     def blocks(self) -> int:
@@ -126,7 +131,7 @@ class _DeltaRule(torch.autograd.Function):
         launch["scores"](q, k, b, levels, beta, table, systems, scores)
         launch["inverse"](systems, inverse)
         del systems
-        final = _edge_states(case, initial, v)
+        final = edge_states(case.state_shape, case.segments > 0, initial, v.device)
         x = _states(case, q, k, v, b, beta, inverse, initial, table, final)
         o = torch.empty_like(v)
         launch["output"](x.q_start, scores, x.updates, x.states, table, o)
@@ -145,7 +150,7 @@ class _DeltaRule(torch.autograd.Function):
         b, levels = _cumulative_decay(case, g, table)
         x = _states(case, q, k, v, b, beta, inverse, initial, table, None)
         d_states, d_updates = torch.empty_like(x.states), torch.empty_like(x.updates)
-        d_initial = None if initial is None else _edge_states(case, d_final, v)
+        d_initial = None if initial is None else edge_states(case.state_shape, case.segments > 0, d_final, v.device)
         states_backward = _scan_launch(case, True, d_final is not None, d_initial is not None)
         states_backward(do, scores, x.q_start, x.k_end, x.w, b, d_final, table, d_states, d_updates, d_initial)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -200,14 +205,6 @@ def _cumulative_decay(case: DeltaRuleCase, g: Tensor, table: Tensor | None) -> t
     levels = g.new_empty(case.rows, case.chunks, case.blocks, dtype=torch.int32)
     _launches(case)["decay"](g, b, levels, table, triangle(g.device))
     return b, levels
-
-
-def _edge_states(case: DeltaRuleCase, of_empty: Tensor | None, like: Tensor) -> Tensor:
-    """Allocate one state per sequence. Empty sequences keep `of_empty`, or zeros; the kernels write the others."""
-    shape = case.segments or case.batch, case.heads, case.dim_k, case.dim_v
-    if not case.segments:
-        return torch.empty(shape, dtype=torch.float32, device=like.device)
-    return of_empty.clone() if of_empty is not None else torch.zeros(shape, dtype=torch.float32, device=like.device)
 
 
 @lru_cache(4096)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..launch import Launch, aligned, tl, triton
-from ..primitives import sum_parts
+from ..primitives import row_tile, sum_parts
 
-# Elements per tile, and programs of all heads in backward passes that sum over tokens.
-_ELEMENTS, _PROGRAMS = 2048, 1056
+# Programs of all heads in backward passes that sum over tokens.
+_PROGRAMS = 1056
 
 
 def unit_length(x: Tensor, eps: float) -> Tensor:
@@ -106,7 +106,7 @@ class _ChannelDecay(torch.autograd.Function):
 
 @lru_cache(4096)
 def _launches(device: torch.device, dtype: torch.dtype, shape: torch.Size, eps: float) -> tuple[Launch, Launch]:
-    tile, rows = _tile(shape[-1]), shape.numel() // shape[-1]
+    tile, rows = row_tile(shape[-1]), shape.numel() // shape[-1]
     grid, values = (triton.cdiv(rows, tile[0]),), (rows, eps, shape[-1], *tile)
     return Launch(_unit_length, grid, *values, num_warps=4), Launch(_unit_length_backward, grid, *values, num_warps=4)
 
@@ -116,7 +116,7 @@ def _norm_launches(
     device: torch.device, dtypes: tuple[torch.dtype, ...], shape: torch.Size, eps: float, silu: bool
 ) -> tuple[Launch, Launch]:
     batch, length, heads, dim = shape
-    tile = _tile(dim)
+    tile = row_tile(dim)
     values = batch * length, heads, eps, dim, silu, *tile
     forward = Launch(_gated_norm, (triton.cdiv(batch * length, tile[0]), heads), *values, num_warps=4)
     return forward, Launch(_gated_norm_backward, (_programs(shape), heads), *values, num_warps=4)
@@ -125,22 +125,16 @@ def _norm_launches(
 @lru_cache(4096)
 def _decay_launches(device: torch.device, dtypes: tuple[torch.dtype, ...], shape: torch.Size) -> tuple[Launch, Launch]:
     batch, length, heads, dim = shape
-    tile = _tile(dim)
+    tile = row_tile(dim)
     values = batch * length, heads, dim, *tile
     forward = Launch(_channel_decay, (triton.cdiv(batch * length, tile[0]), heads), *values, num_warps=4)
     return forward, Launch(_channel_decay_backward, (_programs(shape), heads), *values, num_warps=4)
 
 
-def _tile(dim: int) -> tuple[int, int]:
-    """Return the rows and channels of a tile."""
-    block = triton.next_power_of_2(dim)
-    return max(1, _ELEMENTS // block), block
-
-
 def _programs(shape: torch.Size) -> int:
     """Return the programs per head of a backward pass."""
     batch, length, heads, dim = shape
-    return min(triton.cdiv(batch * length, _tile(dim)[0]), max(1, _PROGRAMS // heads))
+    return min(triton.cdiv(batch * length, row_tile(dim)[0]), max(1, _PROGRAMS // heads))
 
 
 @triton.jit

@@ -4,9 +4,10 @@ b is the running sum of the log decays (base 2 here), B its total and s the scal
     A_ij = beta_i sum_d k_id k_jd e^(b_id - b_jd) for j < i.
     P_ij = s sum_d q_id k_jd e^(b_id - b_jd) for j <= i.
     T = (I + A)^(-1),      w = T (beta k e^b),      u = T (beta v).      The updates of the state are N = u - w S.
-No factor of an exponential overflows, whatever the decay. At a level, the second half of a block of tokens meets its first
-half: with r = b at the end of the first half, e^(b_i - r) and e^(r - b_j) are at most 1. The last level has blocks with one
-reference in their middle: the largest blocks whose decay fits the range, or 8 tokens. Log decays below `LIMIT` count as `LIMIT`.
+No factor of an exponential overflows, whatever the decay. A level computes the pairs of a token i in the second half of a block
+with a token j in its first half: with r = b at the end of the first half, e^(b_i - r) and e^(r - b_j) are at most 1. The last
+level computes all pairs of its blocks, with one reference in their middle. Its blocks are the largest ones whose decay fits the
+range, or 8 tokens. Log decays below `LIMIT` count as `LIMIT`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def levels_of(levels, bh, n, N, BLOCKS: tl.constexpr, B2: tl.constexpr):
 def level_factors(b, until, level, last, start, end, d, row, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
     """Return the factors of rows and of columns at a level, [C, BK].
 
-    At a level the second half of a block of C >> level tokens meets its first half; at the last one all its tokens meet.
+    A level pairs the second half of a block of C >> level tokens with its first half; the last level pairs all its tokens.
     """
     size = C >> level
     t = tl.minimum(start + (row & -size) + size // 2 - 1, end - 1)
@@ -131,7 +132,7 @@ def scores_kernel(
 
 @triton.jit
 def inverse_kernel(systems, inverse, C: tl.constexpr, SUB: tl.constexpr):
-    """Write (I + A)^(-1) to `inverse`. `systems` is scratch then.
+    """Write (I + A)^(-1) to `inverse`, and overwrite `systems`.
 
     Diagonal blocks of SUB rows by forward substitution, D; then (I + D a)^(-1) D with the blocks a below them, where
     X = D a has X^4 = 0: (I - X)(I + X^2) D. Powers of A itself would cancel.

@@ -52,7 +52,7 @@ def chunk_output_forward_kernel(
     if start == end:
         return
     t = start + row
-    # All loads come first: a load between two matmuls is not overlapped. Loads that move between threads are the last ones.
+    # All loads come first, because a load between two matmuls does not overlap with them. Those with a change of layout are last.
     decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
     triangle_tile = load_triangle(triangle, C)
     value = load(place(v, bh, T, H, V), t, cv, end, H, V, BV, EVEN).to(rounded)
@@ -94,7 +94,7 @@ def chunk_output_backward_kernel(
     if start == end:
         return
     t = start + row
-    # As forward. The first block of values is loaded once; most heads have no second one.
+    # Loads come first, as in the forward kernel. The first block of values is loaded once; most heads have no second one.
     decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
     triangle_tile = load_triangle(triangle, C)
     value = load(v, t, cv, end, H, V, BV, EVEN).to(rounded)

@@ -28,7 +28,7 @@ CHUNK = 64
 MATMUL_LIMIT = 115.0
 
 
-# Chunks per program that merges splits, and tokens per block of the exact form.
+# Chunks per program that merges splits, and tokens per block of the exact form (`exact_form.py`).
 _GROUP, _SUB = 8, 16
 # Not float32 on CUDA: Triton 3.6 compiles a matmul of the backward pass (the second of dv) for an H200 so that it reads beyond
 # its shared memory, with head_dim_k 128 and head_dim_v 16. compute-sanitizer reports no other shape, and none in 16 bits.
@@ -63,8 +63,9 @@ class GLACase:
         return self.batch * self.heads
 
     @property
-    def sequences(self) -> int:
-        return self.segments or self.batch
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Return the shape of the initial and of the final states."""
+        return self.segments or self.batch, self.heads, self.dim_k, self.dim_v
 
     @property
     def chunks(self) -> int:
@@ -198,7 +199,7 @@ def forward(
     """Return o, the final states, and the tensors that `backward` needs."""
     initial = None if initial is None else aligned(initial)
     table = None if cu_seqlens is None else chunk_table(case.chunks, cu_seqlens)
-    final = _states(case, initial, v)
+    final = edge_states(case.state_shape, case.segments > 0, initial, v.device)
     states = scan(case, False, k, v, g, initial, table, final)
     recomputable(states, scan, case, False, k, v, g, initial, table, None)
     o = torch.empty_like(v)
@@ -235,7 +236,7 @@ def backward(
     """
     initial = None if initial is None else aligned(initial)
     d_final = None if d_final is None else aligned(d_final)
-    d_initial = None if initial is None else _states(case, d_final, initial)
+    d_initial = None if initial is None else edge_states(case.state_shape, case.segments > 0, d_final, q.device)
     d_strength, weight = augmentation
     d_states = scan(case, True, q, do, g, d_final, table, d_initial)
     chunk_launches(case)[1](
@@ -245,14 +246,11 @@ def backward(
     return d_initial
 
 
-def _states(case: GLACase, of_empty: Tensor | None, like: Tensor) -> Tensor:
-    """Allocate one state per sequence. Empty sequences keep `of_empty`, or zeros; the kernels write the others."""
-    shape = case.sequences, case.heads, case.dim_k, case.dim_v
-    if not case.segments:
-        return torch.empty(shape, dtype=torch.float32, device=like.device)
-    if of_empty is not None:
-        return of_empty.clone()
-    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+def edge_states(shape: tuple[int, ...], packed: bool, of_empty: Tensor | None, device: torch.device) -> Tensor:
+    """Allocate one state per sequence. Empty packed sequences keep `of_empty`, or zeros; the kernels write the others."""
+    if not packed:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+    return torch.zeros(shape, dtype=torch.float32, device=device) if of_empty is None else of_empty.clone()
 
 
 def chunk_table(chunks: int, cu_seqlens: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def place(x, bh, T, H, D):
 
 @triton.jit
 def place_strided(x, bh, T, H, D, STRIDE):
-    """Return the same where a token begins STRIDE elements after the previous one."""
+    """Return the address of `place` in a tensor whose tokens are STRIDE elements apart."""
     return x + (bh // H).to(tl.int64) * T * STRIDE + bh % H * D
 
 

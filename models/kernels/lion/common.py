@@ -20,7 +20,7 @@ NO_DECAY, LOG_DECAY, LOGITS, BIASED_LOGITS, BIAS = 0, 1, 2, 3, 4
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LionCase:
-    """Hold everything that decides how the kernels are compiled and launched. Cached, so that identity is equality."""
+    """Hold everything that decides how the kernels are compiled and launched. `lion._case` caches it: equal is identical."""
 
     device: int
     batch: int

@@ -104,7 +104,7 @@ def _lion_logits_backward(
     d_decay, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and partial sums. partial: [program][weight, bias]; the programs of the first channels fill the latter."""
+    """Compute dx and partial sums. partial: [program][weight, bias]; the programs of the first channels write the bias."""
     h, s = tl.arange(0, BH), tl.program_id(1) * BS + tl.arange(0, BS)
     of_weight = (h < H)[:, None] & (s < S)[None, :]
     w = tl.load(weight + h[:, None] * S + s[None, :], mask=of_weight, other=0.0)

@@ -143,7 +143,7 @@ def _forward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, in
 
 
 def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int, int | None]:
-    """Return the same and the register limit per thread, which sets how many programs share a multiprocessor."""
+    """Return what `_forward_config` returns, and the register limit per thread: it sets the programs per multiprocessor."""
     dim = max(block(dim_k), block(dim_v))
     if dtype == torch.float32:
         return (64, 32, 4, 1, None) if dim <= 64 else (32, 32, 4, 1, None)

@@ -49,7 +49,7 @@ def device() -> str:
         return "cuda"
     from triton.runtime import interpreter
 
-    # Loop bounds are arrays of one element in the interpreter, which NumPy 2.4 no longer takes for integers.
+    # Loop bounds in the interpreter are arrays of one element. NumPy 2.4 no longer converts them to integers.
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor, scope) -> None:
@@ -59,7 +59,7 @@ def device() -> str:
     interpreter._patch_lang_tensor = patched
     convert = interpreter._convert_float
 
-    # It cuts float32 off where a device rounds to bfloat16.
+    # The interpreter truncates float32 to bfloat16. A device rounds.
     def rounding(data, of, to, mode):
         if to.primitive_bitwidth == 32:
             return convert(data, of, to, mode)

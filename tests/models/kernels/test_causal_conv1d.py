@@ -1,4 +1,4 @@
-"""The convolution's kernels against torch's, with history, and against the form for CPUs."""
+"""The convolution's kernels against torch's convolution, with and without history."""
 
 from __future__ import annotations
 

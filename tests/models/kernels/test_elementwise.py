@@ -84,7 +84,7 @@ def test_decay_and_key_are_accurate_near_zero(device: str) -> None:
     for actual, expected in zip(kernel(a), decay_and_key(a.double()), strict=True):
         # Below float32's smallest normal number there are no digits to keep.
         sized = expected.abs() > 1e-36
-        # exp(-|a|) is formed as a power of 2, whose exponent has float32's digits.
+        # exp(-|a|) is computed as a power of 2, whose exponent is rounded to float32.
         assert ((actual.double() / expected - 1).abs()[sized]).max().item() < 1e-5
 
 
@@ -93,7 +93,7 @@ def test_decay_and_key_are_accurate_near_zero(device: str) -> None:
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("size", [48, 1100])
 def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool, replace: Replace) -> None:
-    """Short rows, of which a tile has many and the last tile is not full; and long rows, one per tile."""
+    """Use short rows, many per tile with a partial last tile, and long rows, one per tile."""
     from models.kernels import add_norm as kernel
 
     replace(kernel, [kernel._backward_launch], _PROGRAMS=5, _PROGRAMS_LONG=5)
@@ -123,7 +123,7 @@ def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool, re
         random(size, seed=7, device=device) if affine and centred else None,
     ]
     compare(exact, kernels, inputs, 3e-6)
-    # Where nobody goes on with the sum, whose gradient hid that of a norm for nearly equal dy; and nobody with the norm.
+    # Each output alone. Beside the gradient of h, that of a norm with nearly equal dy is too small to be compared.
     inputs = [x if x is None or x.ndim == 1 else x[:, :10] for x in inputs]
     compare(lambda *x: (exact(*x)[1],), lambda *x: (kernels(*x)[1],), inputs, 1e-4)
     compare(lambda *x: (exact(*x)[0],), lambda *x: (kernels(*x)[0] * 1.0,), [*inputs[:2], None, None], 3e-6)

@@ -15,7 +15,7 @@ def test_gradient_of_repeated_tokens(device: str, number: int, vocabulary: int, 
 
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(vocabulary, (1, 2 * number), generator=generator).to(device)[:, ::2]
-    # One filler between them, of which a tile may be full.
+    # A run of one token that fills whole tiles.
     tokens[:, 40:200] = 1
     weight, vectors, dy = (
         torch.randn(*shape, generator=generator).to(device)

@@ -82,7 +82,7 @@ def check(
         assert actual.isfinite().all(), name
         error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-6)
         assert error.item() < tolerance, (name, error.item())
-    # To the last bit, where what is left of sums that cancel would be noise.
+    # Exactly 0, without the rounding errors of sums that cancel.
     assert not results[1][5][g.to(device) < -80.0].any()
 
 
@@ -129,8 +129,10 @@ def test_largest_number_of_chunks_of_packed_sequences(device: str) -> None:
 def test_sequences_in_several_splits(
     device: str, packed: bool, length: int, group: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Few long sequences have splits: here 7 chunks in splits of two, merged by one or two programs. With 6 chunks the last
-    split is empty; packed, with up to 10 chunks, the last splits are."""
+    """Scan 7 chunks in splits of two, merged by one or two programs. With 6 chunks the last split is empty.
+
+    Packed sequences have up to 10 chunks, and several empty splits.
+    """
     from models.kernels.gla import gla as kernels
 
     request.addfinalizer(kernels._state_launches.cache_clear)

@@ -17,10 +17,10 @@ KERNELS = ("triton_tile", "triton_chunk")
 
 
 def outputs(tensors: list[Tensor], dy: Tensor, dtype: torch.dtype, **arguments) -> list[Tensor]:
-    """y and the gradients of q, k, v and the decay."""
+    """Return y and the gradients of q, k, v and the decay."""
     q, k, v, gate = (x.detach().clone().to(dtype).requires_grad_() for x in tensors)
     decays = {"gate": {"decay_logits": apart(gate)}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}
-    # One of every token.
+    # One logit per head for all tokens.
     decays["head"] = {"decay_logits": gate[0, 0]}
     decay = decays[arguments.pop("decay")]
     y = attend(*(apart(x) for x in (q, k, v)), **decay, **arguments)
@@ -50,7 +50,7 @@ def check(device: str, form: str, shape: tuple[int, int, int, int, int], toleran
 def test_every_decay(device: str, form: str, decay: str | None, normalized: bool, replace: Replace) -> None:
     from models.kernels.lion import tile as lion_tile
 
-    # The gate's gradient in three turns.
+    # The gradient of the gate in three iterations.
     replace(lion_tile, [lion_tile._backward_launches], _DECAY_BLOCK=32)
     check(device, form, (2, 70, 2, 16, 16), decay=decay, normalized=normalized)
 
@@ -76,7 +76,7 @@ def test_single_tile_kernel(
 ) -> None:
     """Run the kernels of short 16-bit sequences in float32, the only dtype of the interpreter."""
     if device == "cuda":
-        pytest.skip("tests/gpu runs it with the numbers and the launch that it is made for")
+        pytest.skip("tests/gpu runs it in 16 bits with its own launch")
     from models.kernels.lion import single_tile
     from models.kernels.lion import tile as lion_tile
 
@@ -97,7 +97,7 @@ def test_single_tile_kernel(
 def test_middle_length_kernels(device: str, decay: str | None, replace: Replace) -> None:
     """Run the kernels of LION-s for 129 to 256 tokens in float32, the only dtype of the interpreter."""
     if device == "cuda":
-        pytest.skip("tests/gpu runs them with the numbers that they are made for")
+        pytest.skip("tests/gpu runs them in 16 bits")
     from models.kernels.lion import single_tile
     from models.kernels.lion import tile as lion_tile
 
@@ -200,7 +200,7 @@ def test_the_feature_map(device: str, form: str, phi: str, masked: bool) -> None
 def test_sequences_in_several_splits(
     device: str, decay: str | None, normalized: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Long sequences have splits: here 5 chunks in splits of two, of which the fourth is empty."""
+    """Scan 5 chunks in splits of two. The fourth split is empty."""
     from models.kernels.lion import chunk_state as lion_states
 
     request.addfinalizer(lion_states._scan.cache_clear)
@@ -214,7 +214,7 @@ def test_sequences_in_several_splits(
 @pytest.mark.parametrize("form", KERNELS)
 @pytest.mark.parametrize("decay", [None, "gate"])
 def test_packed_segments(device: str, form: str, decay: str | None) -> None:
-    # One begins with the last token of a tile, and one ends with the first: of 32 tokens and of 64. So does the last.
+    # Segments begin at the last token of a tile of 32 or of 64 tokens, or end after the first one.
     cu_seqlens = torch.tensor([0, 0, 30, 31, 65, 65, 96, 127, 161, 161], device=device)
     check(device, form, (1, 161, 1, 16, 16), decay=decay, cu_seqlens=cu_seqlens)
 
@@ -277,7 +277,7 @@ def test_skipping_far_tiles_does_not_change_results(device: str) -> None:
         y = attend(*leaves, form=form)
         results.append([y, *torch.autograd.grad(y, leaves, dy)])
     for actual, expected in zip(*results, strict=True):
-        # Running sums of some hundreds are right to 2e-5, and what cancels in their gradient to less.
+        # Running sums of several hundred have errors of 2e-5. Differences of them, in the gradient, have larger ones.
         assert ((actual.double() - expected).norm() / expected.norm()).item() < 5e-4
 
 

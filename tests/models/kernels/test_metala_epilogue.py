@@ -61,7 +61,7 @@ def test_kernels_equal_the_reference(
     replace(kernels, [kernels._launches], _FORWARD=(512, 8, 1), _BACKWARD=(128, 8, 1))
     tensors = inputs(shape, augment)
     if shape[1] == 1:
-        # Where an augmentation is next to nothing its digits are still there.
+        # A tiny augmentation keeps its digits.
         tensors[0], tensors[3] = 1e-6 * tensors[0], 1e-4 * tensors[3]
     expected = outputs(tensors, "reference", torch.float64, device)
     actual = outputs(tensors, "triton", torch.float32, device)

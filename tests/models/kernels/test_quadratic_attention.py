@@ -17,7 +17,7 @@ from tests.models.kernels.conftest import apart
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float, taylor: bool, scaled: bool
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float, taylor: bool, normalized: bool
 ) -> Tensor:
     """Compute the definition token by token."""
     seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
@@ -27,24 +27,26 @@ def reference(
         sums = log_decay.clamp_min(-80).cumsum(1).transpose(1, 2)
         a = a * (sums[..., :, None] - sums[..., None, :]).masked_fill(~seen, 0.0).exp()
     a = a.masked_fill(~seen, 0.0)
-    if scaled:
+    if normalized:
         a = a / (a.sum(-1, keepdim=True) + NORMALIZER_EPS)
     return torch.einsum("bhij,bjhe->bihe", a, v)
 
 
 @pytest.mark.parametrize(
-    ("taylor", "scaled", "decayed"), [(True, True, False), (False, False, True), (False, True, True)]
+    ("taylor", "normalized", "decayed"), [(True, True, False), (False, False, True), (False, True, True)]
 )
 @pytest.mark.parametrize("shape", [(2, 150, 2, 16, 24), (1, 64, 1, 64, 64), (1, 70, 1, 128, 65), (1, 3, 1, 8, 8)])
-def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool, scaled: bool, decayed: bool) -> None:
+def test_outputs_and_gradients(
+    device: str, shape: tuple[int, ...], taylor: bool, normalized: bool, decayed: bool
+) -> None:
     from models.kernels.quadratic_attention import quadratic_attention
 
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator().manual_seed(length + dim_k)
-    draw = torch.rand if scaled and not taylor else torch.randn
+    draw = torch.rand if normalized and not taylor else torch.randn
     q, k = (draw(batch, length, heads, dim_k, generator=generator) for _ in range(2))
     v, dy = (torch.randn(batch, length, heads, dim_v, generator=generator) for _ in range(2))
-    if scaled and length == 3:
+    if normalized and length == 3:
         q *= 1e-6  # row sums of the size of their epsilon
     leaves = [q, k, v]
     if decayed:
@@ -54,9 +56,9 @@ def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool
         own = [(x.double() if exact else x.to(device)).detach().clone().requires_grad_() for x in leaves]
         given = [apart(x) for x in own] + ([] if decayed else [None])
         if exact:
-            y = reference(*given, 0.3, taylor, scaled)
+            y = reference(*given, 0.3, taylor, normalized)
         else:
-            y = quadratic_attention(*given, scale=0.3, taylor=taylor, normalized=scaled)
+            y = quadratic_attention(*given, scale=0.3, taylor=taylor, normalized=normalized)
         results.append([y, *torch.autograd.grad(apart(y), own, dy.to(y))])
     for name, expected, actual in zip(("y", "dq", "dk", "dv", "d log decay"), *results, strict=False):
         error = (actual.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-12)
@@ -65,7 +67,7 @@ def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_shared_keys_equal_the_recurrence(device: str, queries: int) -> None:
-    """Mamba-2's shared queries and keys, which are not copied, with any decay; and shared keys only."""
+    """Share queries and keys among heads, as Mamba-2, or keys only, with any decay. Shared tensors are not copied."""
     from models.kernels.quadratic_attention import quadratic_attention
 
     generator = torch.Generator().manual_seed(0)
@@ -87,7 +89,7 @@ def test_shared_keys_equal_the_recurrence(device: str, queries: int) -> None:
 
 @pytest.mark.parametrize("mixer", ["mamba2", "lion", "linear_attention"])
 def test_mixers_with_and_without_the_kernels(device: str, mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and gradients of a layer equal those of the recurrence."""
+    """Compare outputs and gradients of a layer with those of the recurrence."""
     from models.kernels.quadratic_attention import quadratic_attention
 
     module = sys.modules[f"models.mixers.{mixer}"]
@@ -117,7 +119,7 @@ def test_mixers_with_and_without_the_kernels(device: str, mixer: str, monkeypatc
 
 
 def test_short_whole_sequences_in_16_bits_are_supported(device: str) -> None:
-    """States, packed and long sequences, other dtypes."""
+    """Refuse states, packed and long sequences, and other dtypes."""
     q = torch.zeros(1, 40, 2, 16, device=device, dtype=torch.bfloat16)
     plain = {"normalized": True, "cu_seqlens": None, "initial_state": None, "return_state": False}
     assert (short_attention(q, q, q, None, **plain) is None) == (device == "cpu")

@@ -51,7 +51,7 @@ def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm:
 
     call = Launch.__call__
     monkeypatch.setattr(Launch, "__call__", counted)
-    # In the interpreter, tensors of a CPU go the kernels' way.
+    # Let CPU tensors use the kernels, which run in the interpreter.
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(kernels, "_installed", lambda: True)
 
