@@ -160,6 +160,16 @@ def test_axis_numbers_are_plain() -> None:
     assert [run_curves._scientific(n) for n in (0, 0.25, 3e-4, 1.25e-5)] == ["0", "0.25", "3e-4", "1.25e-5"]
 
 
+def test_labels_are_beside_the_last_finite_points(figures: list[Any]) -> None:
+    with style.saved_figure(Path()) as (_, axes):
+        for label, values in (("upper", [1, 3, math.nan]), ("lower", [1, 1, 0]), ("none", [math.nan] * 3)):
+            axes.plot([1, 2, 3], values, label=label)
+        style.log_axes(axes, "y")
+        style.label_lines(axes)
+    assert [(text.get_text(), tuple(text.xy)) for text in axes.texts] == [("lower", (3, 0)), ("upper", (2, 3))]
+    assert all(0 <= text.xyann[1] <= 1 for text in axes.texts)
+
+
 def test_loss_axis_excludes_the_first_two_percent(tmp_path: Path, figures: list[Any]) -> None:
     run = write_run(tmp_path / "run", steps=100)
     plot_loss(run)

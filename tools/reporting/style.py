@@ -118,9 +118,9 @@ def plain_number(value: float, _position: int | None = None) -> str:
 
 
 def label_lines(axes: Any, *, size: float = 8) -> None:
-    """Write the label of each line beside its last point, without overlaps, in place of a legend.
+    """Write the label of each line beside its last finite point, without overlaps, in place of a legend.
 
-    Call it when the lines and limits of the figure are complete.
+    Call it when the lines and limits of the figure are complete. A line without finite points has no label.
     """
     from scipy.optimize import isotonic_regression
 
@@ -130,19 +130,23 @@ def label_lines(axes: Any, *, size: float = 8) -> None:
     gap = 1.25 * size * axes.figure.dpi / 72 / box.height
     lines = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
     lines |= {bars.get_label(): bars[0] for bars in axes.containers if bars[0] is not None}  # of `errorbar`
-    labels = [label for label, line in lines.items() if len(line.get_ydata())]
-    ends = [(lines[label].get_xdata()[-1], lines[label].get_ydata()[-1]) for label in labels]
-    heights = [(axes.transData.transform(end)[1] - box.y0) / box.height for end in ends]
-    order = sorted(range(len(labels)), key=lambda index: heights[index])
+    points = {label: [p for p in line.get_xydata() if all(map(math.isfinite, p))] for label, line in lines.items()}
+    ends = {label: finite[-1] for label, finite in points.items() if finite}
+    # A logarithmic axis has no place for 0, so heights are limited to the axis.
+    heights = {
+        label: min(1.0, max(0.0, (axes.transData.transform(end)[1] - box.y0) / box.height))
+        for label, end in ends.items()
+    }
+    order = sorted(ends, key=heights.__getitem__)
     if not order:
         return
     # The nearest heights with at least `gap` between neighbours.
-    places = isotonic_regression([heights[index] - number * gap for number, index in enumerate(order)]).x
-    for number, index in enumerate(order):
-        color = lines[labels[index]].get_color()
+    places = isotonic_regression([heights[label] - number * gap for number, label in enumerate(order)]).x
+    for number, label in enumerate(order):
+        color = lines[label].get_color()
         axes.annotate(
-            labels[index],
-            ends[index],
+            label,
+            ends[label],
             xytext=(1.03, places[number] + number * gap),
             textcoords="axes fraction",
             color=color,
