@@ -106,8 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if not timings:
                 parameters = sum(p.numel() for p in lm.model.parameters())
+                machine = torch.cuda.get_device_name() if device.startswith("cuda") else device
                 print(
-                    f"{parameters / 1e6:,.1f} M parameters, {options.dtype} on {_machine(device)}, {documents:,} documents",
+                    f"{parameters / 1e6:,.1f} M parameters, {options.dtype} on {machine}, {documents:,} documents",
                     flush=True,
                 )
             _warm_up(lm)
@@ -289,12 +290,6 @@ def _warm_up(lm: Any) -> None:
     if hasattr(lm, "scorer"):
         lm.scorer.read = 0
         lm.scorer.shapes.clear()
-
-
-def _machine(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if device.startswith("cuda") else device
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.cli.arguments import check_picture, check_writable, command, command_line
-from tools.reporting.run_curves import plot_runs
+from tools.reporting.run_curves import distinct_names, plot_runs, run_folder
 
 if TYPE_CHECKING:
     from tools.reporting.runs_page import Section
@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(write_report(options.runs[0], options.out))
     else:
-        folder = options.runs[0].parent if options.runs[0].is_file() else options.runs[0]
-        default = folder / "plot.png" if len(options.runs) == 1 else Path("plot.png")
+        default = run_folder(options.runs[0]) / "plot.png" if len(options.runs) == 1 else Path("plot.png")
         print(plot_runs(options.runs, options.out or default))
     return 0
 
@@ -74,13 +73,11 @@ def _comparison_tables(runs: Sequence[Path]) -> list[Section]:
     """Return one table per run with results of suites: its differences from the first of these runs, paired by document."""
     from tools.evaluation.results_file import read_results
     from tools.evaluation.significance import compare, comparison_rows
-    from tools.reporting.run_curves import distinct_names
     from tools.reporting.runs_page import Section
 
     results = {}
     for name, run in zip(distinct_names(runs), runs, strict=True):
-        folder = run.parent if run.is_file() else run
-        if files := sorted(folder.glob("evaluation/step_*/results.json")):
+        if files := sorted(run_folder(run).glob("evaluation/step_*/results.json")):
             results[name] = read_results(files[-1])
     names = list(results)
     tables = []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.datasets.causal import CausalDataset, SequentialDataset
+from data.indexed import IndexedWriter
 from data.loader import batches
 from data.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.checkpointer import Checkpointer
@@ -16,6 +19,7 @@ from megatron_lite.config.loader import dump_config, load_config
 from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.parallel.grid import init_grid
 from models.config import ModelConfig
+from tests.cli.conftest import ROOT
 from tools.benchmark import __main__ as benchmark
 from tools.loading.engine import build_engine
 from tools.loading.token_data import prepare_token_files
@@ -84,6 +88,54 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     metrics.close()
     engine.close()
     return run
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory, trained_run: Path) -> dict[str, str]:
+    """Return the paths of existing and unusable files, by the words for them in arguments of tests.
+
+    RUN: a trained run. BROKEN: a byte of its weights is changed. DAMAGED, UNREADABLE, LOST: its manifest, configuration or
+    tokenizer's description is cut. TOKENS: token files whose .bin is cut. OTHERS: whose manifest is cut. HUGGING, EXPORT: a
+    Hugging Face folder without and with a tokenizer. CLUSTER: a configuration without a model. WIDE: with a misspelt key.
+    """
+    folder = tmp_path_factory.mktemp("places")
+    with IndexedWriter(folder / "others", np.dtype("<u2")) as writer:
+        writer.add_document(np.arange(40))
+    (folder / "others.json").write_text("{")
+    shutil.copyfile(folder / "others.idx", folder / "tokens.idx")
+    (folder / "tokens.bin").write_bytes((folder / "others.bin").read_bytes()[:-1])
+    copies = ("broken", "damaged", "unreadable", "lost")
+    for name in copies:
+        shutil.copytree(trained_run, folder / name)
+    for weights in (folder / "broken" / "checkpoints").glob("step_*/weights-00000.safetensors"):
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for step in (folder / "damaged" / "checkpoints").glob("step_*"):
+        (step / "manifest.json").write_text('{"format": "metalion-checkpoint", "version": 2}')
+    for step in (folder / "unreadable" / "checkpoints").glob("step_*"):
+        (step / "config.yml").write_text("model: [")
+        (step / "SHA256SUMS").unlink()  # as earlier versions wrote it
+    (folder / "lost" / "tokenizer" / "description.json").write_text("{")
+    for name in ("hugging", "export"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "export" / "tokenizer.json").write_text("{}")
+    (folder / "empty" / "rte").mkdir(parents=True)
+    for split in ("train", "validation"):
+        (folder / "empty" / "rte" / f"{split}.jsonl").touch()
+    (folder / "file").write_text("in the way\n")
+    (folder / "binary").write_bytes(b"text\n\xff\xfe")
+    (folder / "wide.yml").write_text("model: {hiden_size: 3}")
+    names = (*copies, "tokens", "others", "hugging", "export", "empty", "file", "binary")
+    return {
+        "RUN": str(trained_run),
+        "NONE": str(folder / "nothing"),
+        "CONFIG": str(ROOT / "configs" / "default.yml"),
+        "CLUSTER": str(ROOT / "configs" / "cluster" / "1gpu.yml"),
+        "WIDE": str(folder / "wide.yml"),
+        "TEXT": str(ROOT / "README.md"),
+        **{name.upper(): str(folder / name) for name in names},
+    }
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:

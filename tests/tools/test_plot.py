@@ -234,8 +234,10 @@ def test_figure_of_one_step_without_validation(tmp_path: Path) -> None:
         (["runs/a"], ["a"]),
     ],
 )
-def test_distinct_names_of_runs(paths: list[str], names: list[str]) -> None:
-    assert distinct_names([Path(p) for p in paths]) == names
+def test_distinct_names_of_runs(paths: list[str], names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "y" / "run").mkdir(parents=True)
+    (tmp_path / "y" / "run" / "metrics.jsonl").touch()
+    assert distinct_names([tmp_path / path for path in paths]) == names
 
 
 def test_runs_without_steps_and_invalid_outputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,8 @@ RULER = "tools.evaluation.ruler.open_model"
 WEIGHTS, SUITES = "tools.loading.model.read_weights", "tools.evaluation.command.run_suites"
 SYNTHETIC = "tools.synthetic.command.synthetic_command"
 
-# Places: RUN a trained causal run, MASKED a masked one, NONE nothing, EMPTY a folder, LOST a run whose tokenizer's description
-# was cut, FILE a text, EXPORT a Hugging Face folder, DATA rows of every task, OUT a new folder
+# Program, arguments, the slow function that is not called, and a part of the message. Words such as RUN stand for `places`,
+# MASKED for a masked run, DATA for rows of every task, and OUT for a new folder.
 CASES = [
     ("eval", "NONE --suite superglue", TASKS, "nothing does not exist .*: a run folder, .* is needed"),
     ("eval", "NONE --tasks piqa --data-dir DATA", TASKS, "nothing does not exist .*: a run folder, .* is needed"),
@@ -83,32 +82,12 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory, trained_run: Path, masked_run: Path, eval_data: Path) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("places")
-    (folder / "empty" / "rte").mkdir(parents=True)
-    for split in ("train", "validation"):
-        (folder / "empty" / "rte" / f"{split}.jsonl").write_text("")
-    (folder / "export").mkdir()
-    (folder / "export" / "config.json").write_text('{"model_type": "llama"}')
-    (folder / "export" / "tokenizer.json").write_text("{}")
-    (folder / "file").write_text("def alpha(beta):\n")
-    shutil.copytree(trained_run, folder / "lost")
-    (folder / "lost" / "tokenizer" / "description.json").write_text("{")
-    known = {name.upper(): str(folder / name) for name in ("empty", "export", "file", "lost")}
-    return {
-        **known,
-        "RUN": str(trained_run),
-        "MASKED": str(masked_run),
-        "DATA": str(eval_data),
-        "NONE": str(folder / "nothing"),
-    }
-
-
 @pytest.mark.parametrize(
     ("program", "line", "slow", "message"), CASES, ids=[f"{program} {line}" for program, line, *_ in CASES]
 )
-def test_invalid_input_is_refused_before_slow_work(program, line, slow, message, places, tmp_path, capsys, monkeypatch):
+def test_invalid_input_is_refused_before_slow_work(
+    program, line, slow, message, places, masked_run, eval_data, tmp_path, capsys, monkeypatch
+):
     def called(*_: object, **__: object) -> None:
         raise AssertionError(f"{slow} was called")
 
@@ -118,7 +97,7 @@ def test_invalid_input_is_refused_before_slow_work(program, line, slow, message,
     monkeypatch.setattr(slow, called)
     monkeypatch.setattr("transformers.utils.cached_file", unknown)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    known = {**places, "OUT": str(tmp_path / "out")}
+    known = {**places, "MASKED": str(masked_run), "DATA": str(eval_data), "OUT": str(tmp_path / "out")}
     words = [re.sub("|".join(known), lambda place: known[place[0]], word) for word in line.split()]
     assert importlib.import_module(program).main(words) == 2
     assert re.search(message, capsys.readouterr().err)

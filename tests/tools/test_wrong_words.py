@@ -15,11 +15,7 @@ import pytest
 from tests.cli.conftest import ROOT
 from tools.cli import arguments
 
-# Places: RUN a trained causal run, NONE nothing, CONFIG a configuration, TEXT a Markdown page, OUT a new folder,
-# TOKENS a token file whose .bin was cut short, BROKEN a run with a byte of a weight file changed, FILE a file,
-# DAMAGED, UNREADABLE, LOST runs whose manifest, configuration and tokenizer's description were cut, OTHERS token files whose
-# manifest was, HUGGING a folder with half of a config.json, CLUSTER a configuration without a model, WIDE one whose model has
-# a misspelt key
+# Arguments and a part of the message. Words such as RUN stand for the fixture `places`, and OUT for a new folder.
 CASES = {
     "train.py": [
         ("NONE.yml", r"nothing\.yml: no such file; configs/README.md lists"),
@@ -31,7 +27,7 @@ CASES = {
         ("model.hiden_size=64", "model.hiden_size is an unknown key; nearest: model.hidden_size"),
         ("model.hidden_size=wide", 'model.hidden_size = "wide": whole number is allowed'),
         ("model.mixers=[metalla]", "unknown mixer 'metalla'; did you mean metala or mamba"),
-        ("parallel.tensor=3", "parallel tensor 3 = 3 processes .* or take tensor 1"),
+        ("parallel.tensor=3", "parallel: tensor 3 = 3 processes .* or take tensor 1"),
         ("batch.global_batch_size=7 batch.micro_batch_size=2", "nearest: batch.global_batch_size=6 or"),
         ("--dry-run run.device=cuda", "the device 'cuda' is not here: allowed are auto, cpu"),
         ("data.corpus=NONE run.directory=OUT", "the data path .*nothing does not exist .* A corpus is"),
@@ -209,58 +205,6 @@ CASES = {
         ("--input TEXT --output OUT --workers 0", "--workers: 0: a whole number, 1 or more"),
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory, trained_run) -> dict[str, str]:
-    import shutil
-
-    import numpy as np
-
-    from data.indexed import IndexedWriter
-
-    folder = tmp_path_factory.mktemp("places")
-    with IndexedWriter(folder / "tokens", np.dtype("<u2")) as writer:
-        writer.add_document(np.arange(40))
-    tokens = (folder / "tokens.bin").read_bytes()
-    (folder / "tokens.bin").write_bytes(tokens[:-1])
-    shutil.copytree(trained_run, folder / "broken")
-    for weights in (folder / "broken" / "checkpoints").glob("step_*/weights-00000.safetensors"):
-        content = weights.read_bytes()
-        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    (folder / "file").write_text("in the way")
-    (folder / "binary").write_bytes(b"text\n\xff\xfe")
-    for suffix in ("bin", "idx"):
-        shutil.copyfile(folder / f"tokens.{suffix}", folder / f"others.{suffix}")
-    (folder / "others.bin").write_bytes(tokens)
-    (folder / "others.json").write_text("{")
-    for name, file, content in (
-        ("damaged", "manifest.json", '{"format": "metalion-checkpoint", "version": 2}'),
-        ("unreadable", "config.yml", "model: ["),
-    ):
-        shutil.copytree(trained_run, folder / name)
-        for step in (folder / name / "checkpoints").glob("step_*"):
-            (step / file).write_text(content)
-            if name == "unreadable":  # as earlier versions wrote it
-                (step / "SHA256SUMS").unlink()
-    shutil.copytree(trained_run, folder / "lost")
-    (folder / "lost" / "tokenizer" / "description.json").write_text("{")
-    (folder / "hugging").mkdir()
-    (folder / "hugging" / "config.json").write_text('{"model_type": "llama"}')
-    (folder / "wide.yml").write_text("model: {hiden_size: 3}")
-    return {
-        "CLUSTER": str(ROOT / "configs" / "cluster" / "1gpu.yml"),
-        "WIDE": str(folder / "wide.yml"),
-        "RUN": str(trained_run),
-        "NONE": str(folder / "nothing"),
-        "CONFIG": str(ROOT / "configs" / "default.yml"),
-        "TEXT": str(ROOT / "README.md"),
-        "TOKENS": str(folder / "tokens"),
-        "BROKEN": str(folder / "broken"),
-        "FILE": str(folder / "file"),
-        "BINARY": str(folder / "binary"),
-        **{name.upper(): str(folder / name) for name in ("damaged", "unreadable", "lost", "others", "hugging")},
-    }
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,14 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
     return out
 
 
+def run_folder(run: Path) -> Path:
+    """Return the folder of a run that is named by its folder or its metrics.jsonl."""
+    return run.parent if run.is_file() else run
+
+
 def distinct_names(runs: Sequence[Path]) -> list[str]:
     """Return the shortest path suffixes that distinguish the runs, without `metrics.jsonl`."""
-    parts = [(p.parent if p.suffix == ".jsonl" else p).resolve().parts for p in runs]
+    parts = [run_folder(run).resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-length:]) for p in parts]
         if len(set(names)) == len(set(parts)):

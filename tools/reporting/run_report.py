@@ -17,7 +17,7 @@ from typing import Any
 from data.atomic_io import write_text
 from megatron_lite.checkpoint.reader import CONFIG, exists, read_manifest, resolve
 from tools.reporting.image_figures import CONFUSIONS, PREDICTIONS
-from tools.reporting.run_curves import read_run
+from tools.reporting.run_curves import read_run, run_folder
 
 PAGE = Path(__file__).with_name("report_page.html")
 PLACEHOLDER = '"the data of the run"'
@@ -29,8 +29,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
     Raises FileNotFoundError if there are no metrics, ValueError if they have no training step.
     """
-    folder = run.parent if run.is_file() else run
-    out = out or folder / "report.html"
+    out = out or run_folder(run) / "report.html"
     data = json.dumps(collect(run), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A script element ends at the first "</script", also inside a string.
     page = PAGE.read_text(encoding="utf-8").replace(PLACEHOLDER, data.replace("<", "\\u003c"), 1)
@@ -41,7 +40,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 def collect(run: Path) -> dict[str, Any]:
     """Return the data of the page as JSON values; missing data are None or empty. Raises as `write_report`."""
     lines = read_run(run)
-    folder, train = run.parent if run.is_file() else run, lines.train
+    folder, train = run_folder(run), lines.train
     samples = [{key: line.get(key, "") for key in ("step", "prompt", "text")} for line in lines.sample]
     summary = _read_json(folder / "summary.json") or {}
     is_current = summary.get("steps") == train[-1]["step"]  # the summary may be of an earlier, shorter run
