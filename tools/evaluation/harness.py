@@ -1,7 +1,7 @@
 """Run suites through the harness and assemble `results.json`: the harness's own format, and the key `metalion`.
 
-The key holds hashes of weights and data, the split and the chance level of every task, the requests that were too long,
-the suites, and each document's value of each metric, for paired comparisons.
+The key holds hashes of weights and data, the suites, and per task the split, the chance level and the requests that were
+too long. For paired comparisons it holds each document's value of each metric.
 """
 
 from __future__ import annotations

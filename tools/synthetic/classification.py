@@ -39,8 +39,10 @@ def make_examples(name: str, length: int, seed: int, data: Mapping[str, Any]) ->
 
     data: arguments of the task, the vocabulary and the numbers of examples.
 
-    Raises ValueError for another vocabulary than the task's and for more examples than a data set has, TypeError for an
-    argument that the task does not have, and what the task's reader raises.
+    Raises:
+        ValueError: another vocabulary than the task's, or more examples than a data set has.
+        TypeError: an argument that the task does not have.
+        OSError: data that the task's reader cannot find.
     """
     task, options = TASKS[name], {key: value for key, value in data.items() if not key.endswith("_examples")}
     if (vocabulary := options.pop("vocabulary")) != task.vocabulary:
