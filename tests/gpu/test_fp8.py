@@ -55,7 +55,7 @@ def test_projections_equal_the_reference(tokens):
     for linear in (linears[0], linears[2], linears[3]):
         linear.in_fp8 = True  # type: ignore[assignment]
     x = torch.randn(1, tokens, 1024).bfloat16()
-    # Gradients side by side, as MetaLA's.
+    # Gradients that are adjacent in memory, as those of MetaLA.
     dy = torch.randn(1, tokens, sum(sizes)).bfloat16().split(sizes, -1)
     results = []
     for device in ("cuda", "cpu"):
@@ -73,7 +73,7 @@ def test_projections_equal_the_reference(tokens):
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (37, 5632), (300, 9008)])
 def test_mlp_equals_the_reference(tokens, width):
-    """Compare to the rounding of FP8: the sigmoids differ in the last bit, which moves some numbers to the other neighbour."""
+    """Allow the rounding of FP8: sigmoids differ in the last bit, so some numbers are rounded to the other neighbour."""
     layer = GatedMLP(dataclasses.replace(CONFIG, intermediate_size=width)).bfloat16()
     use_fp8(layer, ("gate_proj", "up_proj", "down_proj"))
     x, dy = torch.randn(2, tokens, 256).bfloat16(), torch.randn(2, tokens, 256).bfloat16()

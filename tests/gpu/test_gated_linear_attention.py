@@ -56,12 +56,12 @@ def test_kernels_equal_the_reference(dtype, packed, scalar, decay):
     q, k, v = (x.to(dtype) for x in (q, k, v))
     weights = normal(*v.shape), normal(*state.shape)
     results = []
-    for wide in (True, False):
-        leaves = [x.double() if wide else x.clone() for x in (q, k, v, state)]
+    for exact in (True, False):
+        leaves = [x.double() if exact else x.clone() for x in (q, k, v, state)]
         leaves = [x.requires_grad_() for x in leaves]
         decays = log_decay  # the expanded view selects the kernel of fixed decays
         if decay != "fixed":
-            decays = (log_decay.double() if wide else log_decay.clone()).requires_grad_()
+            decays = (log_decay.double() if exact else log_decay.clone()).requires_grad_()
             leaves.append(decays)
         o, final = gated_linear_attention(
             *leaves[:3], decays, scale=0.2, initial_state=leaves[3], cu_seqlens=cu_seqlens

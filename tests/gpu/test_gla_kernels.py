@@ -72,12 +72,12 @@ def test_kernels_equal_the_reference(shape, kind, dtype):
         tensors[4] = torch.randn(len(PACKED) - 1, *tensors[4].shape[1:], device="cuda")
     weights = torch.randn_like(tensors[2], dtype=torch.float32), torch.randn_like(tensors[4])
     results = []
-    for wide in (True, False):
-        leaves = [x.detach().float() if wide else x.detach().clone() for x in tensors]
+    for exact in (True, False):
+        leaves = [x.detach().float() if exact else x.detach().clone() for x in tensors]
         leaves = [x.requires_grad_() for x in leaves]
         # The kernels clamp log decays at -80.
-        g = leaves[3].clamp_min(-80.0) if wide else leaves[3]
-        if wide:
+        g = leaves[3].clamp_min(-80.0) if exact else leaves[3]
+        if exact:
             o, final = gated_linear_attention(
                 *leaves[:3], g, scale=0.2, initial_state=leaves[4], cu_seqlens=cu_seqlens, form="chunked"
             )
@@ -91,7 +91,7 @@ def test_kernels_equal_the_reference(shape, kind, dtype):
 
 
 def test_supported_inputs():
-    """Check that the kernels support mild decays per channel, 16 bits and the measured head sizes alone."""
+    """Check that the kernels support only mild decays per channel, 16 bits and the measured head sizes."""
     q, k, v, g, _ = inputs((1, 100, 2, 64, 128), "mild", torch.bfloat16)
     q.requires_grad_()
     o, _ = gated_linear_attention(q, k, v, g, fits_matmul_form=True)

@@ -56,7 +56,7 @@ def test_launch_hooks_are_called() -> None:
 
 
 def test_lengths_share_compiled_kernels() -> None:
-    """Compile once for all lengths, since every batch of an evaluation may have another one."""
+    """Compile once for all lengths, because every batch of an evaluation may have another length."""
     from models.kernels.lion.chunk import _lion_chunk_forward
 
     def compiled() -> int:

@@ -78,8 +78,8 @@ def test_decays_per_channel(length: int, dim: int, kind: str, dtype: torch.dtype
         bounds = [0, 0, length // 3, length // 3, length]
         arguments["cu_seqlens"] = torch.tensor(bounds, device="cuda", dtype=torch.int32)
     results = []
-    for form, wide in (("auto", None), ("chunked", torch.float64)):
-        leaves = [x.detach().clone().to(wide or x.dtype).requires_grad_() for x in (q, k, v, decay)]
+    for form, exact_dtype in (("auto", None), ("chunked", torch.float64)):
+        leaves = [x.detach().clone().to(exact_dtype or x.dtype).requires_grad_() for x in (q, k, v, decay)]
         y = attend(*leaves, form=form, **arguments)
         y.backward(dy.to(y.dtype))
         results.append([y.detach().double(), *(x.grad.double() for x in leaves)])
@@ -101,8 +101,8 @@ def test_projected_decay_logits_and_gradients(length: int, dtype: torch.dtype, b
     weight, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((HEADS, 256), (HEADS,)))
     weight = weight / 16
     results = []
-    for form, wide in (("auto", None), ("chunked", torch.float64)):
-        leaves = [t.detach().clone().to(wide or t.dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
+    for form, exact_dtype in (("auto", None), ("chunked", torch.float64)):
+        leaves = [t.detach().clone().to(exact_dtype or t.dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
         gate = ProjectedDecayLogits(*leaves[3:5], leaves[5] if biased else None)
         y = attend(*leaves[:3], decay_logits=gate, form=form)
         y.backward(dy.to(y.dtype))
@@ -205,9 +205,9 @@ def test_metala_epilogue(dtype: torch.dtype, augment: bool, shape: tuple[int, in
     gate, dy = (random(batch, length, heads * dim_v) for _ in range(2))
     results = []
     for form in ("triton", "reference"):
-        wide = torch.float64 if form == "reference" else None
+        exact_dtype = torch.float64 if form == "reference" else None
         leaves = [
-            None if x is None else x.detach().clone().to(wide or x.dtype).requires_grad_()
+            None if x is None else x.detach().clone().to(exact_dtype or x.dtype).requires_grad_()
             for x in (o, q, k, v, weight, gate)
         ]
         y = metala_epilogue(*leaves, form=form)

@@ -48,5 +48,5 @@ def test_parameters_at_any_address(options: dict[str, object]) -> None:
     for first in (1, 4, 0):
         move(lm, first)
         for moved, original in zip(errors(), expected, strict=True):
-            # Matmuls of another alignment may sum in another order, in bf16.
+            # Matmuls of another alignment may add in another order.
             assert moved < max(2 * original, 1e-2), f"error {moved}, and {original} at the original addresses"

@@ -35,9 +35,9 @@ def reference(
         ("taylor", 1, 16, 128),
         ("decayed", 2, 128, 64),
         ("decayed", 2, 64, 128),
-        ("scaled", 2, 32, 32),
-        ("scaled", 2, 64, 64),
-        ("scaled", 2, 128, 128),
+        ("normalized", 2, 32, 32),
+        ("normalized", 2, 64, 64),
+        ("normalized", 2, 128, 128),
     ],
 )
 @pytest.mark.parametrize("length", [256, 300, 512])
@@ -50,17 +50,21 @@ def test_quadratic_form_equals_float64(
         return torch.randn(2, length, heads, *size, device="cuda", generator=generator)
 
     q, k, v, dy = draw(dim_k), draw(dim_k), draw(dim_v), draw(dim_v)
-    if kind == "scaled":
+    if kind == "normalized":
         q, k = q.abs(), k.abs()
     inputs = [x.to(dtype) for x in (q, k, v)]
     if kind != "taylor":
         inputs.append(-torch.rand(2, length, heads, device="cuda", generator=generator) * 0.2)
-    settings = {"scale": 1.0 if kind == "scaled" else 0.2, "taylor": kind == "taylor", "normalized": kind != "decayed"}
+    settings = {
+        "scale": 1.0 if kind == "normalized" else 0.2,
+        "taylor": kind == "taylor",
+        "normalized": kind != "decayed",
+    }
     results = []
-    for wide in (True, False):
-        leaves = [(x.double() if wide else x).detach().clone().requires_grad_() for x in inputs]
+    for exact in (True, False):
+        leaves = [(x.double() if exact else x).detach().clone().requires_grad_() for x in inputs]
         arguments = leaves if kind != "taylor" else [*leaves, None]
-        y = reference(*arguments, **settings) if wide else short_attention(*arguments, **settings, **WHOLE)
+        y = reference(*arguments, **settings) if exact else short_attention(*arguments, **settings, **WHOLE)
         results.append([y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
     for name, expected, actual in zip(("y", "dq", "dk", "dv", "d log decay"), *results, strict=False):
         error = ((actual.double() - expected).norm() / expected.norm()).item()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def relative(x: Tensor, expected: Tensor) -> float:
-    """Return the largest error as a part of the largest expected value, or of 1 where that is greater: gradients can be zero."""
+    """Return the largest error divided by the largest expected value, or by 1 if that is greater: gradients can be zero."""
     return float((x.float() - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 

@@ -281,7 +281,7 @@ def test_predictions_are_stored_before_the_largest_size_is_complete_and_then_kep
 
     runs[7].complete = False
     assert not store()
-    # A failed run keeps no other run waiting. The second model lacks the size of 20 M.
+    # A failed run does not delay the predictions. The second model lacks the size of 20 M.
     stored = store(runs[7].name)
     assert list(stored) == ["softmax"]
     prediction = stored["softmax"]["40m-10x"]
@@ -337,7 +337,7 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
     section = choices("m", [*small, *large], runs, {"a": 3.5, "b": 3.4})
     cells = {row[0]: list(row[1:]) for row in section.rows}
     assert cells["lowest loss"] == ["C, A", "3.9900", "B", "+0.2100 ± 0.0141"]
-    # One model without softmax layers is no choice; no seeds of data.test, so no noise.
+    # One model without softmax layers is no choice. data.test has one seed, so its noise is unknown.
     assert "lowest loss with a state of constant size" not in cells
     assert cells["text of an unseen source"] == ["A", "4.5000", "B", "+0.1000"]
     assert cells["last positions of a text"] == ["B", "3.4000", "A", "+0.1000 ± 0.0141"]

@@ -47,7 +47,7 @@ def test_plan_has_each_model_size_and_seed_once() -> None:
     runs = plan_runs(comparison(), overrides=["optimizer.lr=2e-3"])
     assert len(runs) == 8
     assert len({run.folder for run in runs}) == 8
-    # Everything of a seed before the next seed.
+    # All runs of a seed come before the next seed.
     assert [(run.model, run.size) for run in runs[:4]] == [
         ("metala", "s"),
         ("retnet", "s"),
@@ -75,7 +75,7 @@ def test_duplicate_seed_is_one_run() -> None:
 
 
 def test_two_runs_of_one_name_are_refused() -> None:
-    """They would train in one folder, and each be read as both."""
+    """Refuse two runs that would train in the same folder."""
     models = {name: {"config": {"model": {"mixers": [name[:3]]}}} for name in ("gla", "gla-m")}
     sizes: dict[str, dict] = {"": {}, "m": {}}
     with pytest.raises(
@@ -110,7 +110,7 @@ def test_order_of_overrides(tmp_path: Path) -> None:
 
 
 def test_run_file_gives_the_planned_configuration(tmp_path: Path) -> None:
-    """`python train.py run.yml` trains what the plan holds."""
+    """Read the planned configuration from the file of `python train.py run.yml`."""
     run = plan_runs(comparison(), models=["retnet"], sizes=["m"], seeds=[2])[0]
     file = tmp_path / "run.yml"
     file.write_text(run.text)
@@ -130,7 +130,7 @@ def test_width_is_the_nearest_multiple(mixer: str) -> None:
     def distance(width: int) -> int:
         return abs(count_parameters(replace(config, intermediate_size=width)) - 320 * 64 - wanted)
 
-    # The count grows evenly with the width, so that the nearest is nearer than its neighbours.
+    # The count is linear in the width, so the nearest width is nearer than its neighbours.
     assert width % 8 == 0
     assert distance(width) <= min(distance(width - 8), distance(width + 8))
 
@@ -155,7 +155,7 @@ def test_equal_parameters_of_every_model_and_size() -> None:
     assert yaml.safe_load(retnet.text)["model"]["intermediate_size"] == retnet.config.model.intermediate_size
     odd = plan_runs(comparison(equal_parameters=equal), sizes=["s"], overrides=["model.intermediate_size=100"])
     assert next(run for run in odd if run.model == "metala").config.model.mlp_width == 100
-    # The reference counts though it is not trained itself.
+    # The reference sets the width also if it is not trained itself.
     alone = plan_runs(comparison(equal_parameters=equal), models=["retnet"], sizes=["s"])
     assert alone[0].body == retnet.body
     with pytest.raises(ValueError, match=r"not within 0\.1%"):
@@ -188,7 +188,7 @@ def test_invalid_comparisons_are_refused(tmp_path: Path, capsys) -> None:
 
 
 def test_differing_keys_are_named(tmp_path: Path) -> None:
-    """Also where another file includes them; their order is no difference."""
+    """Compare included files too. The order of keys is no difference."""
 
     def run(**config: object) -> Run:
         return replace(plan_runs(comparison(**config))[0], folder=tmp_path)
@@ -205,7 +205,7 @@ def test_differing_keys_are_named(tmp_path: Path) -> None:
 
 
 def test_the_masked_comparison(tmp_path: Path, monkeypatch) -> None:
-    """Four encoders of BERT's shape, within a percent of one another, alike but for their mixer."""
+    """Plan four encoders of BERT's shape that differ only in their mixers, with parameters equal to 1 %."""
     monkeypatch.chdir(tmp_path)
     runs = plan_runs(read_comparison(EXPERIMENTS / "compare_masked.yml"))
     assert len(runs) == 12
@@ -223,7 +223,7 @@ def test_the_masked_comparison(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_the_language_model_comparison(tmp_path: Path, monkeypatch) -> None:
-    """Every model of the comparison in three sizes, equal to 1 % without the embeddings, alike but for their mixer."""
+    """Plan all models in three sizes that differ only in their mixers, with parameters without embeddings equal to 1 %."""
     monkeypatch.chdir(tmp_path)
     runs = plan_runs(read_comparison(EXPERIMENTS / "compare_lm.yml"), seeds=[1], overrides=["model.vocab_size=4096"])
     assert {run.config.model.mixers for run in runs} == {

@@ -69,7 +69,7 @@ def test_comparison_continues_after_failed_runs(place: Path, monkeypatch, capsys
     monkeypatch.chdir(place)
     words = ["tiny.yml", "--devices", "cpu", "--workers", "2"]
     folder = Path("runs/tiny")
-    # Folders where a file should be: one run cannot save, the other ends with a traceback. The others go on without them.
+    # Folders in place of files: one run cannot save, another ends with a traceback. The other runs continue.
     failing = ["metala-small-seed1", "metala-large-seed1"]
     in_the_way = [folder / failing[0] / "checkpoints" / "latest", folder / failing[1] / "loss.png"]
     for path in in_the_way:
@@ -83,7 +83,7 @@ def test_comparison_continues_after_failed_runs(place: Path, monkeypatch, capsys
     assert "IsADirectoryError" in errors
     results = json.loads((folder / "results.json").read_text())
     assert {run["run"] for run in results["runs"] if not run["final"]} == set(failing)
-    # The same command trains what failed, and nothing that is complete.
+    # The same command trains the failed runs, and no complete run.
     for path in in_the_way:
         path.rmdir()
     first = (folder / "softmax-small-seed2" / "metrics.jsonl").read_text()
@@ -139,7 +139,7 @@ def test_devices_are_the_given_or_the_visible_ones(monkeypatch) -> None:
     assert _devices([1, "cpu"]) == ["1", "cpu"]
     assert _devices([]) == ["4", "6"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,-1,6")  # as CUDA reads it, which ends at what is no device
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,-1,6")  # CUDA ignores the names from the first invalid one on
     assert _devices([]) == ["4"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
@@ -187,14 +187,14 @@ def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
     # Another number of steps under the same name is refused before anything starts.
     assert main([*words, "schedule.train_steps=8"]) == 2
     assert f"schedule.train_steps: {steps} in the file, 8 now" in capsys.readouterr().err
-    # So it is without training, and where a file that is included has been edited.
+    # It is refused without training too, and after an included file was edited.
     assert main([*words, "schedule.train_steps=8", "--table"]) == 2
     data = (place / "toy.yml").read_text()
     (place / "toy.yml").write_text(data + "optimizer: {weight_decay: 0.3}\n")
     assert main([*words, f"schedule.train_steps={steps}"]) == 2
     assert "optimizer.weight_decay: not given in the file, 0.3 now" in capsys.readouterr().err
     (place / "toy.yml").write_text(data)
-    # The table of what is there trains nothing.
+    # --table trains nothing.
     assert main([*words, f"schedule.train_steps={steps}", "--table"]) == 1
     assert read_metrics(run)[-1]["step"] == stopped
     assert main([*words, f"schedule.train_steps={steps}", "--minutes", "0.0001"]) == 1
@@ -202,7 +202,7 @@ def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
     assert main([*words, f"schedule.train_steps={steps}"]) == 0
     lines = [line["step"] for line in read_metrics(run) if line["kind"] == "train"]
     assert lines == list(range(1, steps + 1))
-    # What was trained further by itself is no part of the comparison any more.
+    # A run that was trained further outside of the comparison is refused.
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"kind": "train", "step": steps + 4}) + "\n")
     assert main([*words, f"schedule.train_steps={steps}", "--table"]) == 2
@@ -249,7 +249,7 @@ def test_runs_are_sorted_by_seed_and_longest_first(place: Path, tmp_path: Path, 
     assert served == [("0", True)]
     models = ["metala-large", "softmax-large", "metala-small", "softmax-small"]
     assert trained == [f"{model}-seed{seed}" for seed in (1, 2) for model in models]
-    # As many places as runs are left, on all devices first.
+    # One slot per remaining run, on all devices first.
     for run in runs[:3]:
         (run.folder / "summary.json").unlink()
     run_all(runs, devices=["0", "1"], workers=2, progress=False)
