@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_lite.config.loader import ConfigError
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
@@ -28,6 +29,7 @@ CASES = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "elementwise"
 def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None) -> int:
     """Train a few steps on random tokens with each ZeRO stage and checkpointing mode, in the configuration's layout.
 
+    Stages that another setting excludes are left out. cases: (stage, mode) to measure, by default all.
     Returns 0, or 1 if an estimate differs from the allocated memory by more than 15 %.
     """
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
@@ -42,16 +44,12 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
         )
         print("ZeRO  checkpointing   estimated GiB   allocated GiB   ratio")
     worst = 1.0
-    if cases is None:
-        excludes_zero_3 = (
-            parallel.cuda_graph or config.precision.fp8.recipe != "none" or config.optimizer.name == "muon"
-        )
-        highest = 1 if parallel.pipeline > 1 else 2 if excludes_zero_3 else 3
-        cases = [(stage, mode) for stage, mode in CASES if stage <= highest]
-    for stage, mode in cases:
-        case = read_config(
-            [*words, f"parallel.zero_stage={stage}", f"parallel.activation_checkpointing.mode={mode}"], gpus
-        )
+    for stage, mode in CASES if cases is None else cases:
+        overrides = [f"parallel.zero_stage={stage}", f"parallel.activation_checkpointing.mode={mode}"]
+        try:
+            case = read_config([*words, *overrides], gpus)
+        except ConfigError:  # another setting excludes this stage
+            continue
         estimated, allocated = estimate(case, dtype, grid), _largest(allocation(case, dtype, grid), grid)
         ratio = estimated / allocated
         worst = max(worst, ratio, 1 / ratio)

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,19 @@ def test_wrong_estimate_exits_with_1(monkeypatch, capsys, estimated, ratio, off)
     out, error = capsys.readouterr()
     assert out.splitlines()[-1].split()[-1] == ratio
     assert f"off by {off}" in error
+
+
+def test_measurement_omits_stages_that_the_configuration_excludes(monkeypatch, capsys):
+    """Tensor-parallel overlap excludes ZeRO 3."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    grid = SimpleNamespace(is_main=True, device=torch.device("cpu"), world_size=1)
+    monkeypatch.setattr(measure_memory, "init_grid", lambda *_, **__: grid)
+    for name in ("allocation", "estimate"):
+        monkeypatch.setattr(measure_memory, name, lambda *_: 1e9)
+    words = [*SMALL, "batch.micro_batch_size=2", "parallel.tensor=2", "parallel.tensor_overlap=true"]
+    assert measure_memory.measure(words) == 0
+    stages = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert stages == ["1"] * 4 + ["2"] * 4
 
 
 def test_image_classifier_with_an_average_of_its_weights_is_measured(capsys):
