@@ -9,25 +9,9 @@ from typing import Any
 import numpy as np
 
 from data.atomic_io import write_text
-from tools.evaluation.results_file import difference, earlier_results, write_json
+from tools.evaluation.results_file import write_json
 
 Cells = Sequence[Mapping[str, Any]]
-
-
-def with_saved_cells(
-    results: dict[str, Any],
-    out: Path,
-    kind: str,
-    row: str,
-    settings: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    order: Callable[[Any], Any] | None = None,
-) -> dict[str, Any]:
-    """Return the results with the other cells of the results file, if it holds results of the same settings.
-
-    kind: as `results_file.KINDS`. settings: returns the settings of results, {} for none. row, order: as in `with_cells`.
-    """
-    earlier = earlier_results(out, kind)
-    return with_cells({} if difference(settings(earlier), settings(results)) else earlier, results, row, order)
 
 
 def with_cells(

@@ -16,8 +16,7 @@ from tools.evaluation.request import EvaluationRequest, TaskRequest
 from tools.evaluation.results_file import (
     KINDS,
     check_output,
-    difference,
-    earlier_results,
+    matching_results,
     number_format,
     read_results,
     refuse_others,
@@ -121,16 +120,15 @@ def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedC
     description = {"model": opened.facts, **model_settings(opened.lm), **task_settings(prepared)}
     model = {"model_dtype": number_format(opened.lm.model)}
     settings = suite_settings({"config": model, "n-shot": shots_of(prepared), "metalion": description})
-    refuse_others(opened.out, suite_settings(earlier_results(opened.out, "suites")), settings)
+    refuse_others(opened.out, "suites", suite_settings, settings)
     results = evaluate(opened.lm, prepared, use_cache=opened.cache)
     if results is None:
         return None
     results["metalion"].update(model=opened.facts, title=opened.name)
     samples = results.pop("samples")
     new_results = results
-    earlier = earlier_results(opened.out, "suites")  # another evaluation may have written since
-    if not difference(suite_settings(earlier), settings):
-        results = with_tasks(earlier, results)
+    # The file may have changed since.
+    results = with_tasks(matching_results(opened.out, "suites", suite_settings, settings), results)
     write_json(opened.out, results)
     written = write_harness_files(opened.out.parent, new_results, samples if request.save_samples else {})
     opened.finish()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_saved_cells, write_cells
+from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_cells, write_cells
 from tools.evaluation.haystack import (
     Filler,
     check_lengths,
@@ -29,7 +29,7 @@ from tools.evaluation.haystack import (
 )
 from tools.evaluation.open_model import OpenedModel, open_model
 from tools.evaluation.request import EvaluationRequest, NeedleRequest
-from tools.evaluation.results_file import earlier_results, number_format, refuse_others, weights
+from tools.evaluation.results_file import matching_results, number_format, refuse_others, weights
 
 if TYPE_CHECKING:
     from tools.loading.model import LocatedCheckpoint
@@ -88,7 +88,8 @@ def run_needle(
         "filler_sha256": digest,
     }
     description = {"model": opened.facts, "title": opened.name, **settings}
-    refuse_others(opened.out, _settings(earlier_results(opened.out, "needle")), _settings(description))
+    cell_settings = _settings(description)
+    refuse_others(opened.out, "needle", _settings, cell_settings)
     lengths = _supported_lengths(opened, lengths)
     if needle.filler is None and opened.loaded is not None:
         text = validation_text(opened.loaded, max(lengths))
@@ -101,9 +102,8 @@ def run_needle(
     answers = _answers(opened, every)
     if not is_main_process(opened.lm):
         return None
-    # Another evaluation may have written since.
-    new = {**description, "cells": cells(every, answers)}
-    results = with_saved_cells(new, opened.out, "needle", "depth", _settings)
+    earlier = matching_results(opened.out, "needle", _settings, cell_settings)  # the file may have changed since
+    results = with_cells(earlier, {**description, "cells": cells(every, answers)}, "depth")
     write_cells(opened.out, results, table(results), heat_map)
     opened.finish()
     return results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ KINDS = {
     "needle": ("cells", "--suite needle"),
     "texts": ("checkpoint", "perplexities of texts"),
 }
+# Returns the settings of results, {} for none.
+SettingsOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 _TABLE_SUFFIXES = (".md", ".tex", ".png")
 # Keys that tables read: of the harness, and under "metalion".
 _TABLES = ("versions", "n-shot", "n-samples", "config")
@@ -141,10 +143,16 @@ def difference(earlier: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     )
 
 
-def refuse_others(out: Path, earlier: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raise ValueError if a file's results have other settings than the new ones."""
-    if words := difference(earlier, new):
+def refuse_others(out: Path, kind: str, settings_of: SettingsOf, new: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file's results have other settings than the new ones, and as `earlier_results`."""
+    if words := difference(settings_of(earlier_results(out, kind)), new):
         raise ValueError(f"{out} holds results of {words}: name another file with --out, or remove it")
+
+
+def matching_results(out: Path, kind: str, settings_of: SettingsOf, new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `earlier_results` if they have the new settings, else an empty dict."""
+    earlier = earlier_results(out, kind)
+    return {} if difference(settings_of(earlier), new) else earlier
 
 
 def suite_settings(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 from data.synthetic.ruler import TASKS, TEXTS_VERSION, RulerExample, make_example
 from data.synthetic.ruler_text import prose
 from models.options import nearest_names
-from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_saved_cells, write_cells
+from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_cells, write_cells
 from tools.evaluation.haystack import (
     check_lengths,
     note_untrained,
@@ -30,7 +30,7 @@ from tools.evaluation.haystack import (
 )
 from tools.evaluation.open_model import OpenedModel, open_model
 from tools.evaluation.request import EvaluationRequest, RulerRequest
-from tools.evaluation.results_file import earlier_results, number_format, refuse_others, weights
+from tools.evaluation.results_file import matching_results, number_format, refuse_others, weights
 
 if TYPE_CHECKING:
     from tools.loading.model import LocatedCheckpoint
@@ -99,7 +99,8 @@ def run_ruler(
         "filler_sha256": digest,
     }
     description = {"model": opened.facts, "title": opened.name, **settings}
-    refuse_others(opened.out, _settings(earlier_results(opened.out, "ruler")), _settings(description))
+    cell_settings = _settings(description)
+    refuse_others(opened.out, "ruler", _settings, cell_settings)
     if is_main_process(opened.lm):
         note_untrained(opened, lengths)
     haystack = _haystack(opened, ruler.filler, text, max(lengths))
@@ -111,9 +112,8 @@ def run_ruler(
         cells += score_cells(texts, _outputs(opened, texts), keep_outputs=request.save_samples)
     if not is_main_process(opened.lm):
         return None
-    # Another evaluation may have written since.
-    new = {**description, "cells": cells}
-    results = with_saved_cells(new, opened.out, "ruler", "task", _settings, list(TASKS).index)
+    earlier = matching_results(opened.out, "ruler", _settings, cell_settings)  # the file may have changed since
+    results = with_cells(earlier, {**description, "cells": cells}, "task", list(TASKS).index)
     write_cells(opened.out, results, table(results), heat_map)
     opened.finish()
     if opened.loaded is not None:

@@ -81,24 +81,23 @@ def scores(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results: Res
 
 def cells_of(sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
     """Return the cell of each (task, model, width) with at least one finished run."""
-    best: dict[tuple[str, str, int], list[Line]] = {}
-    selections: dict[tuple[str, str, int], list[float]] = {}
+    best: dict[tuple[str, str, int], list[tuple[Line, float]]] = {}
     incomplete = set()
     for sweep in sweeps:
         first = sweep[0]
         key = (first.task, first.model, first.width)
         if lines := results.of(sweep):
             line = best_line(first, lines)
-            best.setdefault(key, []).append(line)
-            selections.setdefault(key, []).append(_selection(first, line))
+            best.setdefault(key, []).append((line, _selection(first, line)))
         if results.pending(sweep):
             incomplete.add(key)
     cells = {}
-    for key, lines in best.items():
-        accuracies = [100 * line["accuracy"] for line in lines]
-        deviation = statistics.stdev(accuracies) if len(lines) > 1 else None
-        selection = statistics.mean(selections[key])
-        cells[key] = Cell(statistics.mean(accuracies), deviation, lines[0]["lr"], key not in incomplete, selection)
+    for key, seeds in best.items():
+        accuracies = [100 * line["accuracy"] for line, _ in seeds]
+        deviation = statistics.stdev(accuracies) if len(seeds) > 1 else None
+        selection = statistics.mean(value for _, value in seeds)
+        lr = seeds[0][0]["lr"]
+        cells[key] = Cell(statistics.mean(accuracies), deviation, lr, key not in incomplete, selection)
     return cells
 
 
