@@ -194,19 +194,23 @@ def main(processes: int, out: Path) -> None:
     if os.environ.get("MATRIX_DEVICE") == "cuda":
         leave_untuned()
     torch.distributed.new_group = groups = Groups()  # type: ignore[assignment]
-    gc.freeze()  # DeepSpeed collects garbage several times per engine; modules are none
     reached = out.with_suffix(f".{os.environ['RANK']}")  # names the case in which a process hangs
-    for name, parallel, dtype in layouts.guarded(processes):
+
+    def begin(name: str) -> None:
         reached.write_text(name)
         groups.next_case()
+        # DeepSpeed collects garbage several times per engine. Exempt the objects of modules and caches.
+        gc.collect()
+        gc.freeze()
+
+    for name, parallel, dtype in layouts.guarded(processes):
+        begin(name)
         results[name] = guards(parallel, dtype)
     for name, parallel in layouts.compared(processes) if os.environ.get("MATRIX_DEVICE") != "cuda" else ():
-        reached.write_text(name)
-        groups.next_case()
+        begin(name)
         results[name] = distances(parallel)
     for case in layouts.cases(processes):
-        reached.write_text(case.name)
-        groups.next_case()
+        begin(case.name)
         try:
             results[case.name] = run(case)
         except Exception:
