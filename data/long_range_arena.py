@@ -33,9 +33,11 @@ def reviews(directory: Path | None, split: str, length: int) -> Examples:
     Raises FileNotFoundError for a missing file, ValueError for a row without text and label.
     """
     rows = _rows(directory, "stanfordnlp/imdb", split, ("text", "label"))
-    return Examples(
-        _bytes(list(rows["text"]), length), _labels(rows["label"], 2, f"{directory or 'stanfordnlp/imdb'}: {split}")
-    )
+    place = f"{directory or 'stanfordnlp/imdb'}: {split}"
+    texts = list(rows["text"])
+    if None in texts:
+        raise ValueError(f"{place}, row {texts.index(None)}: the text is missing; write this row again")
+    return Examples(_bytes(texts, length), _labels(list(rows["label"]), 2, place))
 
 
 def grey_images(directory: Path | None, split: str) -> Examples:
@@ -67,7 +69,7 @@ def grey_images(directory: Path | None, split: str) -> Examples:
                 f"{place}, row {number}: an image of {pixels.shape} pixels; images of 32 x 32 are required"
             )
         tokens[number] = pixels.reshape(-1)
-    return Examples(tokens, _labels(rows["label"], 10, place))
+    return Examples(tokens, _labels(list(rows["label"]), 10, place))
 
 
 def document_pairs(directory: Path | None, split: str, length: int) -> Examples:
@@ -144,8 +146,8 @@ def _bytes(texts: Sequence[str], length: int) -> NDArray[np.int16]:
     return tokens
 
 
-def _labels(values: Sequence[int], classes: int, place: str) -> NDArray[np.int32]:
-    labels = np.asarray(values)
-    if wrong := [number for number, label in enumerate(labels.tolist()) if not 0 <= label < classes]:
-        raise ValueError(f"{place}, row {wrong[0]}: label {labels[wrong[0]]}; 0 to {classes - 1} are allowed")
-    return labels.astype(np.int32)[:, None]
+def _labels(labels: Sequence[Any], classes: int, place: str) -> NDArray[np.int32]:
+    for number, label in enumerate(labels):
+        if label not in range(classes):  # None too, for a missing label
+            raise ValueError(f"{place}, row {number}: label {label}; 0 to {classes - 1} are allowed")
+    return np.array(labels, np.int32)[:, None]

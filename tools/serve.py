@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.transformers import main as transformers_command
 
+    from tools.conversion.export_source import limit_progress_bars
+
+    limit_progress_bars()
     folder, trust = str(options.folder), bool(options.trust_remote_code)
     setattr(transformers, name, served_class(_class(options.folder, described, trust)))
     listed = [{"id": folder, "object": "model", "created": int(config.stat().st_mtime), "owned_by": "metalion"}]

@@ -109,7 +109,7 @@ class CausalDataset:
         padding = length + 1 - count
         sample = _causal_sample(np.pad(read_spans(self.file, spans, count), (0, padding)))
         if self.packing.reset_at_documents:
-            sample["cu_seqlens"] = cu_seqlens([*spans, *_padding(padding)], length, self.segments)
+            sample["cu_seqlens"] = cu_seqlens([*spans, *padding_span(padding)], length, self.segments)
         # The first label of every span except the first follows another document or piece.
         starts = zip(_span_starts(spans), spans, strict=True)
         masked = [place - 1 for place, span in starts if place and (self.packing.mask_boundaries or span[1])]
@@ -186,7 +186,7 @@ class SequentialDataset:
             # first_token and the padding end a document, so they are segments of their own.
             first = [(-1, 0, 1)] if lead else []
             sample["cu_seqlens"] = cu_seqlens(
-                [*first, *spans, *_padding(length + 1 - lead - count)], length, self.segments
+                [*first, *spans, *padding_span(length + 1 - lead - count)], length, self.segments
             )
         return sample
 
@@ -207,7 +207,7 @@ def cu_seqlens(spans: list[TokenSpan], length: int, segments: int) -> torch.Tens
     return torch.from_numpy(bounds)
 
 
-def _padding(count: int) -> list[TokenSpan]:
+def padding_span(count: int) -> list[TokenSpan]:
     """Return ``count`` tokens of padding as a span of their own; no span for 0."""
     return [(-1, 0, count)] if count else []
 

@@ -12,7 +12,7 @@ from ..cache import cached_arrays, damaged_order
 from ..corpus.document_sources import read_sources
 from ..indexed import IndexedTokens
 from ..tokenizer import Tokenizer
-from .causal import Sample, cu_seqlens, read_spans, spans_in_order, token_spans
+from .causal import Sample, cu_seqlens, padding_span, read_spans, spans_in_order, token_spans
 from .masking import IGNORED_LABEL, Masking
 from .sample_index import cached_sample_index
 
@@ -147,8 +147,7 @@ class MaskedDataset:
         inputs, labels = self.masking.apply(tokens, random)
         sample = _masked_sample(inputs, labels)
         if self.reset_at_documents:
-            padding = [(-1, 0, length - count)] if count < length else []
-            sample["cu_seqlens"] = cu_seqlens([*spans, *padding], length, self.segments)
+            sample["cu_seqlens"] = cu_seqlens([*spans, *padding_span(length - count)], length, self.segments)
         if self._source_of is not None:
             source = np.repeat(self._source_of[[span[0] for span in spans]], [span[2] for span in spans])
             sample["source"] = torch.from_numpy(np.pad(source, (0, length - count)).astype(np.int64))

@@ -31,7 +31,7 @@ class ImageFiles:
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """Return the number of rows before the end of each Parquet file."""
-        return np.cumsum([self._opened(file).metadata.num_rows for file in self.parquet])
+        return np.cumsum([self.open(file).metadata.num_rows for file in self.parquet])
 
     def row_name(self, row: int) -> str:
         """Return the file and the row in it of a row of all Parquet files."""
@@ -41,15 +41,16 @@ class ImageFiles:
     def class_names(self, label_key: str) -> tuple[str, ...] | None:
         """Return the names of the classes; None if a Parquet file does not name them. Reads no image."""
         if self.folder is not None:
-            return tuple(sorted(path.name for path in self.folder.iterdir() if path.is_dir()))
-        metadata = self._opened(self.parquet[0]).schema_arrow.metadata or {}
+            return tuple(sorted(path.name for path in self.folder.iterdir() if path.is_dir() and path.name[0] != "."))
+        metadata = self.open(self.parquet[0]).schema_arrow.metadata or {}
         try:
             features = json.loads(metadata[b"huggingface"])["info"]["features"]
             return tuple(features[label_key]["names"])
         except (KeyError, TypeError, ValueError):
             return None
 
-    def _opened(self, file: Path) -> Any:
+    def open(self, file: Path) -> Any:
+        """Open a Parquet file. Raises DamagedDataError if it is none."""
         import pyarrow
         import pyarrow.parquet
 
@@ -125,6 +126,10 @@ class LabelledImages:
             )
         self.class_names = names
         self.labels = self._checked_labels(label_key, num_classes)
+        if files.folder is not None:
+            # The table numbers only the folders with images.
+            present = self._table.features["label"].names
+            self.labels = np.array([names.index(name) for name in present])[self.labels]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -161,10 +166,11 @@ class LabelledImages:
             raise ValueError(f"{self.files.key}: the column {self._image_key} holds no images ({error})") from error
 
     def _checked_labels(self, label_key: str, num_classes: int) -> NDArray[np.int64]:
+        import pyarrow
+
         column = self._table.data.column(label_key)
         values = column.to_numpy()
-        whole = np.issubdtype(values.dtype, np.integer)
-        if not whole and not column.null_count:
+        if not pyarrow.types.is_integer(column.type):
             raise ValueError(
                 f"data.images.label_key = {label_key}: this column of {self.files.key} holds {column.type}; whole numbers from 0 "
                 "are needed, such as a ClassLabel"
@@ -188,7 +194,7 @@ def _cached_table(files: ImageFiles, cache: Path) -> Any:
     try:
         if files.folder is None:
             for file in files.parquet:
-                files._opened(file)
+                files.open(file)
             paths = [str(file) for file in files.parquet]
             return datasets.load_dataset("parquet", data_files={"train": paths}, split="train", cache_dir=str(cache))
         pattern = {"train": [f"{files.folder}/*/*"]}

@@ -66,6 +66,12 @@ def test_wrong_data_names_file_and_row(tmp_path):
     write_reviews(tmp_path / "test.jsonl", [("a", 0), ("b", 2)])
     with pytest.raises(ValueError, match="test, row 1: label 2; 0 to 1 are allowed"):
         reviews(tmp_path, "test", 4)
+    write_reviews(tmp_path / "test.jsonl", [("a", 0), ("b", None)])
+    with pytest.raises(ValueError, match="test, row 1: label None; 0 to 1 are allowed"):
+        reviews(tmp_path, "test", 4)
+    write_reviews(tmp_path / "test.jsonl", [(None, 0), ("b", 0)])
+    with pytest.raises(ValueError, match="test, row 0: the text is missing"):
+        reviews(tmp_path, "test", 4)
     write_images(tmp_path / "train.parquet", np.zeros((1, 28, 28, 3), np.uint8), [0])
     (tmp_path / "test.jsonl").write_text("no JSON\n")
     with pytest.raises(ValueError, match=r"test.jsonl: not readable as json"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def model_class(folder: Path, task: str, *, trust_remote_code: bool) -> Any:
     trust_remote_code: return transformers' auto class, which executes the folder's source, not the project's class. Raises
     ValueError as `check_source`.
     """
+    limit_progress_bars()
     if trust_remote_code:
         import transformers
 
@@ -42,6 +44,14 @@ def model_class(folder: Path, task: str, *, trust_remote_code: bool) -> Any:
     config = modeling_metalion.MetalionConfig.from_pretrained(folder)
     check_source(folder, config.mixers, images=config.image_size is not None)
     return getattr(modeling_metalion, f"MetalionFor{task}")
+
+
+def limit_progress_bars() -> None:
+    """Disable transformers' progress bars unless standard error is a terminal. In a file they leave parts of lines."""
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
 
 def _lines(text: str | None) -> list[bytes] | None:

@@ -24,7 +24,7 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.conversion.export_hf import TRAINING_FOLDER, check_vocabulary
 from tools.conversion.export_images import class_names
-from tools.conversion.export_source import check_source
+from tools.conversion.export_source import check_source, limit_progress_bars
 from tools.conversion.foreign.mapping import check_names, make
 from tools.conversion.foreign.metala_reference import metala_logits
 from tools.conversion.foreign.registry import OF_FLA, translate
@@ -153,6 +153,7 @@ def original_logits(
         import fla.models  # noqa: F401 - registers its models with transformers
     from transformers import AutoModelForCausalLM
 
+    limit_progress_bars()
     original = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32).eval()
     if kind in OF_FLA:
         return original.cuda()(tokens.cuda()).logits.float().cpu(), origin

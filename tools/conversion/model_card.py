@@ -133,7 +133,7 @@ def _training(config: Mapping[str, Any], run: Path, step: str) -> list[tuple[str
         ("steps", f"{number:,}"),
         ("tokens", _tokens(run, number)),
         ("sequence length", str(batch.get("sequence_length", "unknown"))),
-        ("sequences a step", str(batch.get("global_batch_size", "unknown"))),
+        ("sequences per step", str(batch.get("global_batch_size", "unknown"))),
         ("optimizer", f"{optimizer.get('name', '?')}, peak learning rate {optimizer.get('lr', '?')}"),
         ("schedule", str(schedule.get("kind", "unknown"))),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers.utils import logging
 
 from megatron_lite.checkpoint.checksums import file_sha256
 from megatron_lite.dtypes import DTYPES, torch_name
+from tools.conversion.export_source import limit_progress_bars
 from tools.evaluation.request_pairs import Pair, RequestCounts, refuse_longer, split_pair
 from tools.evaluation.row_checks import first_line
 
@@ -43,8 +42,7 @@ class HuggingFaceLM(HFLM):
         trust_remote_code: bool = False,
         progress: bool = True,
     ) -> None:
-        if not sys.stderr.isatty():
-            logging.disable_progress_bar()
+        limit_progress_bars()
         _register_linear_attention(name)
         if device == "cpu" and batch_size == "auto":
             batch_size = 8  # measuring what fits takes longer than it saves

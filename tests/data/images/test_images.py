@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -53,6 +55,15 @@ def test_folder_of_classes_has_the_same_images(tmp_path):
     assert sorted(by_name) == sorted([*CLASSES, *CLASSES])
     first = by_name.index("green")
     assert np.array_equal(images.image(first), picture(1, 0))
+
+
+def test_class_without_images_keeps_the_numbers_of_the_others(tmp_path):
+    folder = write_folder(tmp_path / "validation", 1)
+    (folder / "green" / "0.png").unlink()
+    (folder / ".hidden").mkdir()
+    images = opened(folder)
+    assert images.class_names == ("blue", "green", "red")
+    assert images.labels.tolist() == [0, 2]
 
 
 def test_samples_depend_on_seed_epoch_and_row_alone(images):
@@ -185,6 +196,10 @@ def test_wrong_names_numbers_and_files_are_refused(tmp_path):
         opened(path, image_key="photo")
     with pytest.raises(ValueError, match=r"the column label holds no images"):
         opened(path, image_key="label")
+    texts = pq.read_table(path).set_column(1, "label", pa.array(["red", None])).replace_schema_metadata(None)
+    pq.write_table(texts, tmp_path / "texts.parquet")
+    with pytest.raises(ValueError, match=r"label_key = label: this column of data.images.train holds string; whole"):
+        opened(tmp_path / "texts.parquet")
     with pytest.raises(FileNotFoundError, match=r"data.images.train: .*absent does not exist"):
         find_images(str(tmp_path / "absent"), "data.images.train")
     (tmp_path / "empty").mkdir()

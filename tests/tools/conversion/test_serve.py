@@ -16,10 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from models.hf.modeling_metalion import MetalionForCausalLM
 from tests.parity.launch import free_port
 from tests.tools.conversion.environments import SERVING, environment, python_of
+from tools.conversion.export_source import model_class
 from tools.inference.generation import complete
 from tools.inference.request_guard import CHAT, COMPLETIONS, RefusedRequestError
 from tools.loading.model import load_model
@@ -83,9 +85,16 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-1]]
     assert "".join(texts) == expected
     assert [code for code, _ in printed] == [400, 404]
+    assert "Loading weights" not in (tmp_path / "log").read_text(), "a progress bar in a file"
     assert printed[0][1].startswith("the model has no chat template: use /v1/completions")
     assert answer["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode("def "))
     assert [model["id"] for model in models["data"]] == [str(exported)]
+
+
+def test_loading_writes_no_progress_bar_to_a_file(exported: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logging.enable_progress_bar()
+    served_class(model_class(exported, "CausalLM", trust_remote_code=False)).from_pretrained(exported)
+    assert "Loading weights" not in capfd.readouterr().err
 
 
 def test_temperature_of_a_request_enables_sampling(exported: Path) -> None:
