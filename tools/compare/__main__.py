@@ -52,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = plan_runs(
         comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
     )
+    for option in ("positions", "recall"):
+        if getattr(options, option) and not any(run.causal for run in runs):
+            raise ValueError(
+                f"--{option} measures causal language models, {options.file} trains none: leave --{option} out"
+            )
     print(_plan_text(comparison, runs))
     if options.plan:
         return 0
@@ -96,8 +101,9 @@ def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page:
         text, written = f"{markdown(sections)}\n{text}", written + files
         if page is not None:
             command = f"python -m tools.compare {file}"
+            measures = "--positions --recall" if any(run.causal for run in runs) else ""
             parts = [f"# {comparison.title}\n", launch_note(comparison.folder) + "\n", *([f"{note}\n"] if note else [])]
-            write_text(page, "\n".join([*parts, markdown(sections, command)]))
+            write_text(page, "\n".join([*parts, markdown(sections, command, measures)]))
             written.append(page)
     print("\n" + text + (f"\n{note}\n" if note else ""))
     document = (
@@ -189,13 +195,13 @@ def _train(
 
 
 def _measure(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> None:
-    """Measure the loss by position of the largest rung, and the recall of all runs, as the options say."""
+    """Measure the loss by position of the largest requested rung, and the recall of all runs, as the options say."""
     from tools.compare.held_out import measure_positions, measure_recall
 
     device = "cpu" if _devices(options.devices or comparison.devices) == ["cpu"] else "cuda"
     if options.positions:
-        rung = list(comparison.rungs())[-1]
-        measure_positions([run for run in runs if run.size == rung], device)
+        largest = max(runs, key=lambda run: list(comparison.rungs()).index(run.size)).size
+        measure_positions([run for run in runs if run.size == largest], device)
     if options.recall:
         measure_recall(runs, device)
 
@@ -240,7 +246,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minutes", type=above_zero, metavar="M", help="save and stop every run after M minutes")
     parser.add_argument(
-        "--positions", action="store_true", help="after training, measure the loss by position of the largest size"
+        "--positions",
+        action="store_true",
+        help="after training, measure the loss by position of the largest requested size",
     )
     parser.add_argument("--recall", action="store_true", help="after training, measure associative recall (MQAR)")
     parser.add_argument(

@@ -47,8 +47,8 @@ def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) 
                 f"or more of their 13-word n-grams): {'; '.join(map(str, shared[:5]))}. Remove them from one of the sets, or "
                 "raise ladder.max_overlap; python -m tools.inspect_data --trained-on names all of them"
             )
-    causal = runs[0].config.data.objective == "causal"  # a masked model does not predict every byte
-    compressors = compressed_bits_per_byte(_validation_text(data)) if causal else {}
+    # A masked model does not predict every byte.
+    compressors = compressed_bits_per_byte(_validation_text(data)) if runs[0].causal else {}
     content = {"made_from": description, "compressors": compressors}
     write_text(path, json.dumps(content, indent=1) + "\n")
 
@@ -67,14 +67,14 @@ def compressors_of(comparison: Comparison) -> dict[str, float]:
 
 
 def measure_positions(runs: Sequence[Run], device: str) -> None:
-    """Write the loss by position on the validation text to the folder of every complete run that lacks it."""
+    """Write the loss by position on the validation text to the folder of every complete causal run that lacks it."""
     from tools.evaluation.loss_by_position import loss_by_position
     from tools.evaluation.perplexity import validation_text
     from tools.loading.model import load_model
 
     for run in runs:
         path = run.folder / POSITIONS
-        if run.complete and not path.is_file():
+        if run.complete and run.causal and not path.is_file():
             loaded = load_model(run.folder, device=device)
             length = run.config.batch.sequence_length
             measured = loss_by_position(loaded, validation_text(loaded), length=length)
@@ -90,8 +90,7 @@ def measure_recall(runs: Sequence[Run], device: str) -> None:
     for run in runs:
         path = run.folder / RESULTS_FILE
         done = path.is_file() and SUITE in read_json(path, _REMEDY, "results")["results"]
-        causal = run.config.data.objective == "causal"
-        if run.complete and causal and not done and (run.folder / "checkpoints").is_dir():
+        if run.complete and run.causal and not done and (run.folder / "checkpoints").is_dir():
             add_recall(load_model(run.folder, device=device))
 
 

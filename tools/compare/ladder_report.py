@@ -47,13 +47,13 @@ def write_ladder(
     return sections, files
 
 
-def markdown(sections: Sequence[Section], command: str = "") -> str:
-    """Return the tables as Markdown. command: shown below every title, with the option that makes the table."""
+def markdown(sections: Sequence[Section], command: str = "", measures: str = "") -> str:
+    """Return the tables as Markdown. command: shown below every title, with `--tune` or the options `measures`."""
     parts = []
     for section in sections:
         parts.append(f"## {section.title}\n")
-        option = "--tune" if section.title == RATES_TITLE else "--positions --recall"
-        parts += [f"    {command} {option}\n"] if command else []
+        options = "--tune" if section.title == RATES_TITLE else measures
+        parts += [f"    {command} {options}".rstrip() + "\n"] if command else []
         if section.rows:
             parts.append(
                 markdown_table(section.header, section.rows, text_columns=section.text_columns, aligned=True) + "\n"
@@ -166,7 +166,7 @@ def _largest(
             f"Loss by position at {rung}",
             ["position", *(row.label for row in with_bins)],
             by_position,
-            "" if by_position else "Not measured: `--positions` measures it.",
+            "" if by_position or "accuracy" in base.values else "Not measured: `--positions` measures it.",
         ),
         scores(rung, runs, results),
     ]

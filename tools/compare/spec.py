@@ -119,6 +119,11 @@ class Run:
         return self.folder / "run.yml"
 
     @property
+    def causal(self) -> bool:
+        """Return whether the run trains a causal language model."""
+        return self.config.data.objective == "causal"
+
+    @property
     def complete(self) -> bool:
         """Return whether the run was trained and validated to its end."""
         return (self.folder / "summary.json").is_file()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +20,9 @@ from tests.tools.compare.test_plan import EXPERIMENTS, comparison
 from tools.compare import held_out, ladder_predictions
 from tools.compare.__main__ import main, write_results
 from tools.compare.held_out import check_held_out, compressors_of
-from tools.compare.ladder_choices import choices, scores
 from tools.compare.ladder_predictions import store_predictions, stored_predictions
 from tools.compare.ladder_report import markdown, write_ladder
-from tools.compare.results import Result, Row, rows_of
+from tools.compare.results import Result, rows_of
 from tools.compare.rungs import Ladder
 from tools.compare.spec import plan_runs, read_comparison
 
@@ -77,12 +75,16 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes
     assert given["in_order"]
     sizes = [name.split("-")[1] for name in given["names"]]
     assert sizes == ["600k"] * 3 + ["1200k"] * 2 + ["2500k"] * 2 + ["5m"]
+    measured: list[str] = []
+    monkeypatch.setattr(held_out, "measure_positions", lambda runs, _: measured.extend(run.size for run in runs))
+    assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--sizes", "600k", "--positions"]) == 1
+    assert measured == ["600k-40x"]
     given.clear()
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--check"]) == 0
     assert not given
 
 
-def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path: Path, monkeypatch) -> None:
+def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     planned = read_comparison(EXPERIMENTS / "ladder_masked.yml")
     words = ["model.vocab_size=512"]
@@ -92,6 +94,9 @@ def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path
         assert run.body == pytest.approx(5e6, rel=0.01)
         assert run.config.model.bidirectional_mixers()
         assert run.config.data.objective == "masked"
+    for option in ("--positions", "--recall"):
+        assert main([str(EXPERIMENTS / "ladder_masked.yml"), "--sizes", "5m-10x", option, "--plan", *words]) == 2
+        assert f"{option} measures causal language models, " in capsys.readouterr().err
 
 
 def test_rungs_have_their_own_seeds_and_one_width_per_size() -> None:
@@ -169,7 +174,7 @@ def text(tmp_path, monkeypatch) -> Any:
             batch=SimpleNamespace(tokens_of=lambda steps: steps * 64),
             schedule=SimpleNamespace(train_steps=20),
         )
-        return [SimpleNamespace(name="metala-s-1x-seed1", config=config)]
+        return [SimpleNamespace(name="metala-s-1x-seed1", config=config, causal=True)]
 
     return write
 
@@ -219,7 +224,14 @@ def ladder_results(folder: Path, trained: bool = True) -> tuple[Any, list[Any], 
                 model=SimpleNamespace(mixers=(mixer,), num_layers=8, hidden_size=256, mlp_width=512),
             )
             run: Any = SimpleNamespace(
-                model=model, label=model.title(), size=rung, seed=1, parameters=2 * body, body=body, config=config
+                model=model,
+                label=model.title(),
+                size=rung,
+                seed=1,
+                parameters=2 * body,
+                body=body,
+                config=config,
+                causal=True,
             )
             run.folder, run.name = folder / f"{model}-{rung}", f"{model}-{rung}"
             run.folder.mkdir(parents=True, exist_ok=True)
@@ -315,58 +327,6 @@ def test_a_rung_added_to_the_largest_size_gets_its_prediction(tmp_path: Path, mo
         assert sum(line.startswith("| Softmax | 40m-") for line in document.splitlines()) == 2
     assert list(stored_predictions(planned)["softmax"]) == ["40m-20x", "40m-10x"]
     assert stored_predictions(planned)["softmax"]["40m-10x"] == first["40m-10x"]
-
-
-def test_mixers_within_the_noise_share_a_purpose() -> None:
-    """Three models; two small rungs with two seeds give the noise of a difference: sqrt(0.0002) = 0.0141."""
-
-    def row(model: str, size: str, *losses: float, **more: float) -> Row:
-        values = {metric: {1: value} for metric, value in more.items()}
-        return Row(model, model.upper(), size, 9, 9, {"loss": dict(enumerate(losses, 1)), **values})
-
-    runs: list[Any] = [
-        SimpleNamespace(model=model, config=SimpleNamespace(model=SimpleNamespace(mixers=mixers)))
-        for model, mixers in (("a", ("attention",)), ("b", ("gla",)), ("c", ("gla", "attention")))
-    ]
-    small = [row("a", "s", 5.0, 5.0), row("b", "s", 5.1, 5.12), row("c", "s", 4.9, 4.88)]
-    large = [
-        row("a", "m", 4.00, test=4.5, **{"loss/x": 3.0, "loss/y": 5.0}),
-        row("b", "m", 4.20, test=4.6, **{"loss/x": 3.1, "loss/y": 4.9}),
-        row("c", "m", 3.99, test=4.7, **{"loss/x": 2.9, "loss/y": 4.8}),
-    ]
-    section = choices("m", [*small, *large], runs, {"a": 3.5, "b": 3.4})
-    cells = {row[0]: list(row[1:]) for row in section.rows}
-    assert cells["lowest loss"] == ["C, A", "3.9900", "B", "+0.2100 ± 0.0141"]
-    # One model without softmax layers is no choice. data.test has one seed, so its noise is unknown.
-    assert "lowest loss with a state of constant size" not in cells
-    assert cells["text of an unseen source"] == ["A", "4.5000", "B", "+0.1000"]
-    assert cells["last positions of a text"] == ["B", "3.4000", "A", "+0.1000 ± 0.0141"]
-    assert cells["lowest loss in most sources"] == ["C", "2 of 2", "-", "-"]
-    assert "two standard errors" in section.note
-    assert "the noise of a difference is unknown" in choices("m", large, runs, {}).note
-
-
-def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_with_the_loss(tmp_path: Path) -> None:
-    _, runs, results = ladder_results(tmp_path)
-    for run, result in zip(runs, results, strict=True):
-        if run.model == "softmax":
-            value = 10 - (result.final or {})["loss"]
-            content = {"results": {"ruler": {"niah": {"score": value}}}, "details": {}}
-            content["details"] = {"ruler": {"niah": {"score": {"stderr": 0.125, "chance": 0.25}}}}
-            (run.folder / "results.json").write_text(json.dumps(content))
-    glue = {"runs": {"imdb": {"pretrained/0": {"accuracy": 0.8}, "pretrained/1": {"accuracy": 0.9}}}}
-    (runs[8].folder / "imdb").mkdir()
-    (runs[8].folder / "imdb" / "glue.json").write_text(json.dumps(glue))
-    section = scores("40m-10x", runs, results)
-    assert section.rows[0] == ["imdb after fine-tuning, accuracy", "-", "-", "0.850 ± 0.050"]
-    assert list(section.header) == ["task", "chance", "correlation with the loss", "Softmax"]
-    row = section.rows[1]
-    assert row[:3] == ["niah, score", "0.250", "-1.00"]
-    assert row[3] == f"{10 - law(4e7, 4e8):.3f} ± 0.125"
-    assert not scores("5m-10x", runs, []).rows
-    # A diverged run has no place in the correlation.
-    results[0] = replace(results[0], final={"loss": math.nan})
-    assert scores("40m-10x", runs, results).rows[1][2] == "-1.00"
 
 
 def test_page_holds_the_launches_and_a_command_for_every_table(tmp_path: Path, monkeypatch, capsys) -> None:
