@@ -138,15 +138,13 @@ def masked_forms(out: Path) -> None:
 
 
 def over_length(out: Path, page: str, columns: tuple[str, ...], trained: int, label: str, title: str) -> None:
-    """Draw a value per model over the length of the context. A model with gaps has markers only."""
+    """Draw a value per model over the length of the context. A model measured at two lengths has markers only."""
     rows = table(page, "model", *columns)
     with saved_figure(out, height=3.2) as (figure, axes):
         for index, row in enumerate(rows):
             values = lengths(row)
-            gaps = len(values) == 2
-            axes.plot(
-                values.keys(), values.values(), label=row["model"], **series_style(index) | ({"ls": ""} if gaps else {})
-            )
+            style = series_style(index) | ({"ls": ""} if len(values) == 2 else {})
+            axes.plot(values.keys(), values.values(), label=row["model"], **style)
         log_axes(axes, "x", lengths(dict.fromkeys(rows[0], "1")))
         axes.axvline(trained, color="#555555", lw=1, ls=":")
         axes.set(xlabel="context length, tokens (dotted: trained length)", ylabel=label)

@@ -25,7 +25,7 @@ MOST_POINTS = 12_000
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page of a run to `out` (default `run/report.html`).
+    """Write the page of a run to `out` (default: report.html in its folder).
 
     Raises FileNotFoundError if there are no metrics, ValueError if they have no training step.
     """
@@ -79,11 +79,8 @@ def columns(lines: Sequence[dict[str, Any]], most: int) -> dict[str, list[float 
     width = max(1, -(-len(lines) // most))
     groups = [lines[i : i + width] for i in range(0, len(lines), width)]
     keys = dict.fromkeys(key for line in lines for key, value in line.items() if _is_number(value))
-    columns_: dict[str, list[float | None]] = {}
-    for key in keys:
-        last = key in ("step", "tokens", "skipped_steps", "time")
-        columns_[key] = [_last(group, key) if last else _mean(group, key) for group in groups]
-    return columns_
+    counters = ("step", "tokens", "skipped_steps", "time")
+    return {key: [(_last if key in counters else _mean)(group, key) for group in groups] for key in keys}
 
 
 def _is_number(value: object) -> bool:

@@ -91,16 +91,8 @@ def _flat(node: Any, path: str = "") -> dict[str, str]:
 
 
 def _results(data: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = [
-        "run",
-        "parameters",
-        "steps",
-        "tokens",
-        "validation loss",
-        "bits per byte",
-        "accuracy",
-        "training loss, smoothed",
-    ]
+    header = ["run", "parameters", "steps", "tokens"]
+    header += ["validation loss", "bits per byte", "accuracy", "training loss, smoothed"]
     rows = []
     for name, run in data.items():
         train, validation, environment = run["train"], run["validation"], run["environment"]

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-# Facts of a measurement beside its metrics.
+# Keys of a measurement that are no metrics.
 NO_METRICS = ("tokens", "bytes", "documents", "sequence_length", "stride", "seconds")
 # A score on fewer documents shows only that the task runs.
 FEW_DOCUMENTS = 50
