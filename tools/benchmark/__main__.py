@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .training import Plan
 
 _LOADER_SECONDS = 5.0
-_CONFIG = "the model (%(default)s)"
 
 
 @command
@@ -80,13 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument(
             "--output", type=Path, default=Path("runs/benchmark"), help="folder for CSV files and plots (%(default)s)"
         )
+        if name in ("layouts", "profile", "decode"):
+            model = "the model (%(default)s)"
+            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help=model)
+        if name in ("layouts", "mixers"):
+            command.add_argument("--length", type=positive, default=2048, help="tokens per sequence (%(default)s)")
+            command.add_argument("--batch", type=positive, default=8, help="sequences per forward pass (%(default)s)")
+        if name in ("train", "images"):
+            subjects = "models under test (default: all; an unknown name lists them)"
+            command.add_argument("--subjects", nargs="+", metavar="NAME", help=subjects)
+        if name in ("profile", "decode"):
+            command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
         if name == "layouts":
-            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help=_CONFIG)
             command.add_argument(
                 "--gpus", type=positive, default=4, help="most GPUs; 2, 4, ... are measured (%(default)s)"
             )
-            command.add_argument("--length", type=positive, default=2048, help="tokens per sequence (%(default)s)")
-            command.add_argument("--batch", type=positive, default=8, help="sequences per micro-batch (%(default)s)")
             command.add_argument(
                 "--long",
                 type=from_zero,
@@ -98,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "train":
             _train_arguments(command)
         if name == "profile":
-            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help=_CONFIG)
             command.add_argument(
                 "--shape",
                 default="2048x8",
@@ -109,7 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("--steps", type=positive, default=3, help="profiled steps (%(default)s)")
             command.add_argument("--top", type=positive, default=25, help="kernels in the table (%(default)s)")
             command.add_argument("--trace", action="store_true", help="also write the trace for ui.perfetto.dev")
-            command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
         if name in ("masked", "images"):
             size, sizes, shapes, default = (
                 ("large", "base or large", "LENGTHxBATCH", ["128x32", "128x128", "512x32", "2048x8", "8192x2"])
@@ -131,12 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("override", nargs="*", metavar="key=value", help="override keys of all configurations")
         if name == "images":
             command.add_argument(
-                "--subjects",
-                nargs="+",
-                metavar="NAME",
-                help="models under test (default: all; an unknown name lists them)",
-            )
-            command.add_argument(
                 "--loader",
                 type=positive,
                 nargs="+",
@@ -144,7 +143,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 help="measure only the decoding and augmentation of ImageNet, by number of threads",
             )
         if name == "decode":
-            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help=_CONFIG)
             command.add_argument(
                 "--contexts",
                 type=positive,
@@ -154,13 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             command.add_argument("--batch", type=positive, default=64, help="sequences per batch (%(default)s)")
             command.add_argument("--steps", type=positive, default=100, help="timed steps (%(default)s)")
-            command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
             command.add_argument("--no-llama", action="store_true", help="do not measure Llama")
         if name == "mixers":
             command.add_argument("--hidden", type=positive, default=1024, help="hidden size of the model (%(default)s)")
             command.add_argument("--heads", type=positive, default=16, help="heads of every mixer (%(default)s)")
-            command.add_argument("--length", type=positive, default=2048, help="tokens per sequence (%(default)s)")
-            command.add_argument("--batch", type=positive, default=8, help="sequences per batch (%(default)s)")
             command.add_argument(
                 "--no-tuning",
                 action="store_true",
@@ -242,9 +237,6 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--tokens", type=positive, metavar="NUMBER", help="tokens per step with --lengths (default: the longest length)"
-    )
-    command.add_argument(
-        "--subjects", nargs="+", metavar="NAME", help="models under test (default: all; an unknown name lists them)"
     )
     command.add_argument(
         "--peer-precision",
