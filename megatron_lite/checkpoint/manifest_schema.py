@@ -30,11 +30,24 @@ class FileEntry(BaseModel):
     sha256: str
 
 
+class LayoutEntry(BaseModel):
+    """The layout that wrote the checkpoint, with sizes of parallelism in processes."""
+
+    world_size: Annotated[int, Field(ge=1)]
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    dtype: str
+
+
 class Manifest(BaseModel):
     """The required keys. Any other key is allowed."""
 
     step: int
     state: dict[str, Any]
-    layout: dict[str, Any]
+    optimizer_steps: Annotated[int, Field(ge=0)]
+    loss_scale: dict[str, Any]
+    layout: LayoutEntry
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]

@@ -76,6 +76,9 @@ def test_sha256sum_checks_a_step_folder(tmp_path):
     ("path", "value", "message"),
     [
         (("step",), "x", "step: Input should be a valid integer"),
+        (("optimizer_steps",), None, "optimizer_steps: Input should be a valid integer"),
+        (("loss_scale",), 1.0, "loss_scale: Input should be a valid dictionary"),
+        (("layout",), {"dtype": "fp32"}, r"layout\.world_size: Field required"),
         (("tensors", "head.norm.weight"), [], r"tensors\.head\.norm\.weight: Input should be"),
         (("files", "../../x"), {"bytes": 1, "sha256": ""}, r"names '../../x': only names of files inside"),
         (("files", "/etc/hostname"), {"bytes": 1, "sha256": ""}, r"names '/etc/hostname': only names"),
@@ -206,7 +209,8 @@ def test_a_foreign_manifest_is_refused(tmp_path, form, version):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_supported_versions(tmp_path, version):
-    manifest = {"step": 1, "state": {}, "layout": {}, "tensors": {}, "files": {}}
+    manifest = {"step": 1, "state": {}, "optimizer_steps": 0, "loss_scale": {}, "tensors": {}, "files": {}}
+    manifest["layout"] = {"world_size": 1, "data": 1, "dtype": "fp32"}
     manifest |= {"format": reader.FORMAT, "version": version}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert reader.read_manifest(tmp_path) == manifest
