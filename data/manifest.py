@@ -76,8 +76,8 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
             f"{prefix} was written with another tokenizer: {entry['type']} {entry['path'] or ''} ({entry['vocab_size']}"
             f" entries, end of a document {entry['end_of_document_id']}, hash {entry['hash']}); the configured one is"
             f" {tokenizer.type} {tokenizer.path or ''} ({tokenizer.vocab_size} entries, end of a document"
-            f" {tokenizer.end_of_document_id}, hash {tokenizer.hash}). Set data.tokenizer to the former, or write the"
-            " token files again."
+            f" {tokenizer.end_of_document_id}, hash {tokenizer.hash}). Set data.tokenizer to the tokenizer of the"
+            " token files, or write them again."
         )
 
 

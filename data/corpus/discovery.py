@@ -82,6 +82,11 @@ def source_files(corpus: Corpus) -> list[SourceFile]:
     return list(files_by_path.values())
 
 
+def shown_files(files: Sequence[SourceFile]) -> str:
+    """Return the first file and the number of further ones, for messages."""
+    return str(files[0].path) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+
+
 def stdlib_files(package: str = "") -> list[SourceFile]:
     """Return the ``.py`` files of the standard library of this interpreter, without installed packages.
 

@@ -261,7 +261,7 @@ def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed)
     parquet = _open_parquet(block.file.path)
     names = parquet.schema_arrow.names
     if text_key not in names:
-        raise ValueError(_wrong_key(f"{block.file.path}", text_key, names))
+        raise ValueError(_wrong_key(str(block.file.path), text_key, names))
     first_row = sum(parquet.metadata.row_group(group).num_rows for group in range(block.first))
     columns = [text_key, *({source_key.split(".")[0]} & set(names) - {text_key})]
     try:
@@ -276,7 +276,7 @@ def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed)
 def _parse_saved(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
     dataset = _open_saved(block.file.path)
     if text_key not in dataset.column_names:
-        raise ValueError(_wrong_key(f"{block.file.path}", text_key, dataset.column_names))
+        raise ValueError(_wrong_key(str(block.file.path), text_key, dataset.column_names))
     end = min(block.first + BLOCK_ROWS, len(dataset))
     columns = [text_key, *({source_key.split(".")[0]} & set(dataset.column_names) - {text_key})]
     try:

@@ -1,1 +1,1 @@
-"""Labelled images: reading, augmentation, samples."""
+"""Read, augment and sample labelled images."""

@@ -1,4 +1,4 @@
-"""Samples of an image classifier."""
+"""Build the samples of an image classifier."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def preprocess(
     """Write ``{output_prefix}_{name}_document.{bin,idx,json}`` and return the manifest of each name.
 
     Raises ValueError for more than ``max_broken`` lines that do not parse, a missing text key and a corpus without text. The
-    message names file and position. Raises DamagedDataError if an input file has other content than in an earlier job with
-    these settings, but the same size and time.
+    message names file and position. Raises DamagedDataError if an input file changed since an earlier job with these settings,
+    but not its size and time.
     """
     tokenizer = load_tokenizer(settings.tokenizer_type, settings.tokenizer_path)
     made_from = _made_from(files, settings, tokenizer)
@@ -204,7 +204,7 @@ def _write_parts(
                     before = known.get(str(files[file].path))
                     if block is None and record and before and record["sha256"] != before["sha256"]:
                         raise DamagedDataError(
-                            _other_input(f"{files[file].path} has other content with the same size and time")
+                            _other_input(f"{files[file].path} has changed with the same size and time")
                         )
                     part.finish(last=block is None, input_record=record if block is None else None)
                     numbers[file] += 1
@@ -221,8 +221,8 @@ def _write_parts(
 
 def _other_input(problem: str) -> str:
     return (
-        f"{problem}, than when token files were made from it with these settings. Copy or download it again; if it was"
-        " changed on purpose, update its time with touch."
+        f"{problem}. Token files with these settings were made from its previous content. Copy or download it again; if"
+        " it was changed on purpose, update its time with touch."
     )
 
 
@@ -253,7 +253,7 @@ class _Counts:
         self.documents += documents + skipped["empty"]
         if self.broken > allowed:
             raise ValueError(
-                f"{messages[allowed - previous]} ({allowed} such lines are allowed). Repair the file, or skip such lines with"
+                f"{messages[allowed - previous]} (broken lines allowed: {allowed}). Repair the file, or skip broken lines with"
                 " --max-broken."
             )
         if self.documents >= 1000:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..atomic_io import naming_file_in_errors, read_json, write_json
 from ..cache import built_folder
-from ..corpus.discovery import Corpus, SourceFile, source_files
+from ..corpus.discovery import Corpus, SourceFile, shown_files, source_files
 from ..corpus.readers import SOURCE_KEY, Document, parse_block, read_blocks
 from ..corpus.split import TextSample, split_position, text_digest
 from ..indexed import token_dtype
@@ -212,7 +212,7 @@ def _survey_documents(settings: _CorpusSettings) -> _Survey:
 
 def _check_sides(settings: _CorpusSettings, survey: _Survey) -> None:
     unique = [number for number, side in enumerate(survey.sides) if side != "repeat"]
-    where = str(settings.files[0].path) + (f" and {len(settings.files) - 1} more" if len(settings.files) > 1 else "")
+    where = shown_files(settings.files)
     if not unique:
         why = ", ".join(f"{count} {reason}" for reason, count in survey.skipped.items()) or "no documents"
         raise ValueError(

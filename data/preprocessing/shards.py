@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..atomic_io import atomic_write
 from ..checksum import DamagedDataError, Record, difference, read_sealed, record_of, write_sealed
-from ..corpus.discovery import SourceFile
+from ..corpus.discovery import SourceFile, shown_files
 from ..corpus.document_sources import UNKNOWN, SourceTable, read_sources_file, sources_path, write_sources
 from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from ..manifest import describe_tokenizer, manifest_path, write_manifest
@@ -195,9 +195,7 @@ def join_shards(
     if not any(sum(report["documents"]) for report in every):
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count) or "no documents"
         shutil.rmtree(parts)
-        raise ValueError(
-            f"the input holds no text: {files[0].path} and {len(files) - 1} more files ({why}). Check the text key (--jsonl-keys)"
-        )
+        raise ValueError(f"the input holds no text: {shown_files(files)} ({why}). Check the text key (--jsonl-keys)")
     _check_excluded(settings.filters.exclude_sources, skipped, every)
     manifests = {}
     for index, name in enumerate(settings.names()):

@@ -1,4 +1,4 @@
-"""Preprocessing without the second that starting a worker takes."""
+"""Preprocess in this process, because starting a worker takes a second."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,9 +9,9 @@ from data.tokenizer import load_tokenizer
 
 
 class Inline:
-    """A pool that works in this process: what a worker does, without the second that starting one takes.
+    """Do the work of a pool of processes in this process.
 
-    ``done`` lists the files whose blocks were tokenised; a kill comes at the block of the file named ``stop_at``.
+    done: files whose blocks were tokenised. stop_at: name of a file; its first block raises KeyboardInterrupt.
     """
 
     done: ClassVar[list[str]] = []

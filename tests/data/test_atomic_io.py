@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_json_has_null_for_what_it_has_no_number_for(tmp_path: Path) -> None:
+def test_json_has_null_for_nan_and_infinity(tmp_path: Path) -> None:
     values = {"a": [1.5, math.nan, {"b": -math.inf}], "c": math.inf, "d": "NaN ä", "e": {1}}
     write_json(tmp_path / "new" / "x.json", values, default=list)
     text = (tmp_path / "new" / "x.json").read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def test_errors_name_the_file_and_not_its_temporary_file(tmp_path: Path) -> None
             file.write(b"x")
 
 
-def test_a_link_is_filled_where_it_leads_to(tmp_path: Path) -> None:
+def test_target_of_a_symbolic_link_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "disk" / "empty").mkdir(parents=True)
     for name in ("empty", "absent"):

@@ -111,7 +111,7 @@ def test_a_cache_that_another_file_of_the_same_name_made_is_not_used(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [1_000, 20_000])
-def test_a_disk_that_fills_up(tmp_path, limit):
+def test_full_disk_is_named_and_keeps_finished_work(tmp_path, limit):
     """Limit the size of files instead of filling a disk: only the number of the error differs."""
     (tmp_path / "a.jsonl").write_bytes(LINES)
     words = [

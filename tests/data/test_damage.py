@@ -124,7 +124,7 @@ def test_input_changed_with_same_size_and_time_is_refused(
     assert "in.jsonl is damaged between bytes 0 and " in capsys.readouterr().out
     words = ["--input", str(path), "--tokenizer-type", "bytes", "--append-eod", "--no-progress", "--overwrite"]
     assert preprocess_data.main([*words, "--output-prefix", str(prefix.parent / "out")]) == 2
-    assert "in.jsonl has other content with the same size and time, than when" in capsys.readouterr().err
+    assert "in.jsonl has changed with the same size and time. Token files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["flipped", "empty", "cut", "gone", "contents"])
@@ -225,7 +225,7 @@ def test_files_of_merge_datasets_and_of_megatron_without_documents(tmp_path: Pat
 
 
 @pytest.mark.parametrize("manifest", ["{}", '{"tokenizer": {"type": "bytes"}}', "[1]", "{", '{"tokenizer": "\xff"}'])
-def test_a_manifest_that_is_not_one(prefix: Path, manifest: str, capsys) -> None:
+def test_invalid_manifest_is_refused(prefix: Path, manifest: str, capsys) -> None:
     Path(f"{prefix}.json").write_bytes(manifest.encode("latin-1"))
     assert inspect_data.main([str(prefix)]) == 2
     assert "out_text_document.json " in capsys.readouterr().err

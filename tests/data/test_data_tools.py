@@ -24,7 +24,7 @@ def prefix(tmp_path_factory):
     ).train_prefix
 
 
-def test_a_summary(prefix, capsys):
+def test_summary_counts_documents(prefix, capsys):
     assert inspect_data.main([str(prefix)]) == 0
     text = capsys.readouterr().out
     assert "documents  20\n" in text

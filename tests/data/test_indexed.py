@@ -142,7 +142,7 @@ def test_a_full_disk_keeps_the_files_that_were_there(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_index_of_before_is_never_beside_new_tokens(tmp_path, monkeypatch):
+def test_old_index_is_removed_before_new_tokens_are_in_place(tmp_path, monkeypatch):
     prefix = write(tmp_path / "x", [[1, 2]])
     replace = os.replace
 

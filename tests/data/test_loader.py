@@ -44,7 +44,7 @@ def taken(steps) -> list[list[int]]:
 @given(
     micro=st.integers(1, 4), accumulation=st.integers(1, 4), ranks=st.integers(1, 4), consumed=st.integers(0, 10**12)
 )
-def test_a_step_is_the_same_samples_however_it_is_cut(micro, accumulation, ranks, consumed):
+def test_step_has_the_same_samples_for_any_micro_batch_size(micro, accumulation, ranks, consumed):
     size = micro * accumulation * ranks
     rows = [
         step_samples(consumed, global_batch_size=size, micro_batch_size=micro, data_rank=rank, data_size=ranks)
@@ -120,7 +120,7 @@ def test_reading_ahead_keeps_the_order():
     assert settings(1) == settings(7) == list(range(50))
 
 
-def test_reading_ahead_goes_no_further_than_it_is_told():
+def test_read_ahead_prefetches_at_most_its_depth():
     read: list[int] = []
     with ReadAhead((read.append(n) for n in range(1000)), depth=3) as ahead:
         next(ahead)
@@ -172,7 +172,7 @@ def test_memory_does_not_grow_over_epochs(tmp_path, objective):
     assert used[-1] - used[1] < 2_000, f"kB after each 1,600 samples: {used}"
 
 
-def test_a_batch_that_grows():
+def test_batch_size_ramp_reads_every_sample_once():
     """Ramp as in Megatron-LM, from 2 by 2 to 6 over 12 samples; a resumed run takes the same steps."""
     batch = BatchConfig(
         micro_batch_size=1,

@@ -1,4 +1,4 @@
-"""Help texts that fit the terminal."""
+"""Format help texts to fit the terminal."""
 
 from __future__ import annotations
 

@@ -137,10 +137,11 @@ def export(
                 {} if tokenizer is None else export_tokenizer(tokenizer, temporary, causal=True, max_length=length)
             )
             _write_json(temporary / "config.json", {**fla, **_ids(special), "dtype": torch_name(DTYPES[dtype])})
-            stored = Renamed(translate(fla), weights)
+            foreign = translate(fla)
+            stored = Renamed(foreign, weights)
             with torch.device("meta"):
                 of_shapes = {name: torch.empty(shape) for name, shape in weights.shapes.items()}
-            shapes = {name: tuple(x.shape) for name, x in Renamed(translate(fla), of_shapes).items()}
+            shapes = {name: tuple(x.shape) for name, x in Renamed(foreign, of_shapes).items()}
         sizes = write_shards(temporary, stored, shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
         parameters = sum(math.prod(shape) for shape in weights.shapes.values())
         card = model_card(config, model, run=run, step=source.name, parameters=parameters, dtype=dtype, licence=licence)
@@ -148,7 +149,7 @@ def export(
         checksums = {path.relative_to(temporary).as_posix(): file_sha256(path) for path in files}
         (temporary / FILE_NAME).write_text(checksums_text(checksums), encoding="utf-8")
         if fla is None:
-            (temporary / "README.md").write_text(card, encoding="utf-8")  # without a hash: because users edit the card
+            (temporary / "README.md").write_text(card, encoding="utf-8")  # without a hash, because users edit it
     return Export(folder, source, weights, config, tokenizer, parameters, sum(sizes), len(sizes))
 
 

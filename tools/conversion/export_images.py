@@ -1,4 +1,4 @@
-"""The files of an exported image classifier besides its weights: config.json, preprocessor_config.json, source."""
+"""Write the files of an exported image classifier besides its weights: config.json, preprocessor_config.json, source."""
 
 from __future__ import annotations
 

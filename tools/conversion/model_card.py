@@ -128,7 +128,7 @@ def _training(config: Mapping[str, Any], run: Path, step: str) -> list[tuple[str
     optimizer, schedule = config.get("optimizer") or {}, config.get("schedule") or {}
     corpus = data.get("corpus") or data.get("train") or (data.get("images") or {}).get("train") or "unknown"
     number = int(step.rpartition("_")[2])
-    rows = [
+    return [
         ("data", ", ".join(corpus) if isinstance(corpus, list | tuple) else str(corpus)),
         ("steps", f"{number:,}"),
         ("tokens", _tokens(run, number)),
@@ -137,7 +137,6 @@ def _training(config: Mapping[str, Any], run: Path, step: str) -> list[tuple[str
         ("optimizer", f"{optimizer.get('name', '?')}, peak learning rate {optimizer.get('lr', '?')}"),
         ("schedule", str(schedule.get("kind", "unknown"))),
     ]
-    return rows
 
 
 def _tokens(run: Path, step: int) -> str:

@@ -8,14 +8,7 @@ from typing import Any
 
 from data.tokenizer import load_tokenizer, merges_of, padded_vocab_size
 from megatron_lite.config.neox_hints import NEOX_KEYS
-from tools.conversion.neox_keys import (
-    DEFAULTS,
-    HARMLESS,
-    IMPORTANT,
-    OFFLOAD,
-    REFUSED,
-    SAME,
-)
+from tools.conversion.neox_keys import DEFAULTS, HARMLESS, IMPORTANT, OFFLOAD, REFUSED, SAME
 from tools.conversion.neox_translation import Translation, check_complete, merge_files
 
 TOKENIZERS = {"GPT2BPETokenizer": "gpt2", "HFTokenizer": "hf", "SPMTokenizer": "sentencepiece"}

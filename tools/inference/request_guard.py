@@ -197,7 +197,7 @@ def _rules(path: str, model: str, new_tokens: int) -> dict[str, Rule]:
         "max_tokens": count,
         "temperature": (lambda x: _is_number(x) and 0 <= x <= 100, "numbers from 0 to 100 are"),
         "top_p": (lambda x: _is_number(x) and 0 < x <= 1, "numbers above 0 and up to 1 are"),
-        "frequency_penalty": (lambda x: _is_number(x) and -1 < x <= 2, "numbers over -1 and up to 2 are"),
+        "frequency_penalty": (lambda x: _is_number(x) and -1 < x <= 2, "numbers above -1 and up to 2 are"),
         "seed": (lambda x: _is_whole(x) and 0 <= x < 2**63, "whole numbers from 0 to 2^63 - 1 are"),
         "stop": (
             _is_stop,

@@ -132,7 +132,7 @@ def test_settings_of_a_blend(settings, message):
         Shares(**settings)
 
 
-def test_past_its_end_a_file_is_counted_as_in_gpt_neox(tmp_path):
+def test_repeated_file_wraps_as_in_gpt_neox(tmp_path):
     """One sample short of its length: after sample 3 of 4 come 4 % 3 = 1 and 5 % 3 = 2."""
     with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
         writer.add_document(np.arange(41))

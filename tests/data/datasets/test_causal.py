@@ -166,7 +166,7 @@ def test_the_index_is_cached_under_everything_that_made_it(tmp_path):
     assert not [name for name in seen if name.endswith("aside")]
 
 
-def test_a_cache_that_another_process_wrote_meanwhile_is_taken(tmp_path, monkeypatch):
+def test_cache_written_by_another_process_meanwhile_is_used(tmp_path, monkeypatch):
     prefix = write(tmp_path / "x", [50, 30])
     cache = tmp_path / "cache"
     settings = {"sequence_length": 7, "num_samples": 5, "seed": 1, "cache_directory": cache}
@@ -180,7 +180,7 @@ def test_a_cache_that_another_process_wrote_meanwhile_is_taken(tmp_path, monkeyp
     assert [path.name for path in cache.iterdir()] == [folder.name]
 
 
-def test_a_cache_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path):
+def test_cache_that_cannot_be_written_is_named_and_removed(tmp_path):
     def full() -> dict[str, np.ndarray]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -249,7 +249,7 @@ def test_a_file_shorter_than_a_sample_is_repeated(tmp_path):
 
 
 @pytest.mark.parametrize("number", [-1, 1000])
-def test_a_sample_that_is_not_there(tmp_path, number):
+def test_sample_out_of_range_raises_index_error(tmp_path, number):
     prefix = write(tmp_path / "x", [30])
     for dataset in (
         CausalDataset(prefix, sequence_length=3, num_samples=3, seed=0),

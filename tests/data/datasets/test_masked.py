@@ -155,7 +155,7 @@ def test_packed_rows_hold_every_token_once(tmp_path_factory, tokenizer, sizes, l
     assert len(stream) - len(expected) < length
 
 
-def test_what_ends_a_document_is_kept_where_not_all_have_it(tmp_path, tokenizer):
+def test_end_tokens_are_kept_unless_all_documents_have_one(tmp_path, tokenizer):
     with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
         for document in ([7, 7, SEP], [8, 8]):
             writer.add_document(np.array(document))

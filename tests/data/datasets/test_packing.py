@@ -133,7 +133,7 @@ def test_epochs_differ_and_a_seed_repeats_them(tmp_path):
     assert first != [make(2)[n]["tokens"].tolist() for n in range(58)]
 
 
-def test_an_order_that_cannot_be(tmp_path):
+def test_unknown_orders_are_refused(tmp_path):
     prefix = write(tmp_path / "x", [5])
     with pytest.raises(ValueError, match=r"5 tokens are fewer than one sample of 5 \+ 1, .* data\.order=neox"):
         CausalDataset(prefix, sequence_length=5, num_samples=1, seed=0, order="reshuffle")
@@ -188,7 +188,7 @@ def test_a_source_key_that_differs_from_document_to_document_is_named():
     assert len(table.ids) == 2**15
 
 
-def test_names_of_sources_are_kept_where_one_names_more_than_that_it_is_unknown(tmp_path):
+def test_source_names_are_kept_if_one_source_is_known(tmp_path):
     table = SourceTable()
     table.add(None)
     assert table.names == []

@@ -71,7 +71,7 @@ def test_one_worker_and_two_write_the_same_bytes(corpus, tmp_path, sentencepiece
     assert "repeat" in report
 
 
-def test_what_is_written(corpus, tmp_path, inline):
+def test_token_files_hold_all_documents_in_order(corpus, tmp_path, inline):
     prefix = tmp_path / "out"
     preprocess(source_files(corpus), prefix, PreprocessingSettings("bytes", append_eod=True), progress=False)
     tokens = IndexedTokens(tmp_path / "out_text_document")
@@ -226,7 +226,7 @@ def test_repeats_are_dropped_across_files(corpus, tmp_path, inline):
     assert "text 8 of a" in texts, "a text is not a repeat of the same words in a longer text"
 
 
-def test_a_killed_job_goes_on_where_it_was(corpus, tmp_path, inline):
+def test_killed_job_resumes_after_its_finished_files(corpus, tmp_path, inline):
     recipe = PreprocessingSettings("bytes", append_eod=True, deduplicate=True, split=(80, 20))
     files = source_files(corpus)
     preprocess(files, tmp_path / "whole", recipe, progress=False)
@@ -242,7 +242,7 @@ def test_a_killed_job_goes_on_where_it_was(corpus, tmp_path, inline):
     assert {name.removeprefix("cut"): content for name, content in outputs(tmp_path / "cut").items()} == expected
 
 
-def test_a_kill_inside_a_large_file_costs_its_last_part(tmp_path, inline, monkeypatch):
+def test_kill_inside_a_large_file_repeats_only_its_last_shard(tmp_path, inline, monkeypatch):
     """Parts of two blocks: what a killed job finished of a file is not tokenised again."""
     monkeypatch.setattr(readers, "BLOCK_BYTES", 300)
     monkeypatch.setattr(module, "SHARD_BLOCKS", 2)
@@ -295,7 +295,7 @@ def test_sources_and_files_of_the_documents(tmp_path, inline):
     assert not sources_path(tmp_path / "out_text_document").exists(), "of the files that were there before"
 
 
-def test_every_output_is_what_a_plain_loop_makes(tmp_path, inline, monkeypatch):
+def test_outputs_equal_those_of_a_plain_loop(tmp_path, inline, monkeypatch):
     """Two keys, three sides, repeats within and across files and keys, sources, short texts, many parts."""
     monkeypatch.setattr(readers, "BLOCK_BYTES", 400)
     monkeypatch.setattr(module, "SHARD_BLOCKS", 2)
@@ -339,7 +339,7 @@ def test_every_output_is_what_a_plain_loop_makes(tmp_path, inline, monkeypatch):
     assert manifests["train_text"]["skipped"] == {"repeat": repeats, "short": short}
 
 
-def test_a_side_that_gets_no_document_leaves_no_earlier_one(tmp_path, inline):
+def test_outputs_of_a_side_without_documents_are_removed(tmp_path, inline):
     recipe = PreprocessingSettings("bytes", split=(50, 50))
     path = write(tmp_path / "x.jsonl", [{"text": f"document {n}", "meta": {"pile_set_name": "a"}} for n in range(20)])
     assert len(preprocess(source_files(path), tmp_path / "out", recipe, progress=False)) == 2

@@ -33,11 +33,9 @@ def test_a_split_is_by_hash(tmp_path, inline):
 def test_broken_lines_stop_the_job_or_are_counted(tmp_path, inline):
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n{"text": \n{"text": "b"}\nnonsense\n')
-    with pytest.raises(
-        ValueError, match=r"x\.jsonl line 2: not valid JSON.*\(0 such lines are allowed\).*--max-broken"
-    ):
+    with pytest.raises(ValueError, match=r"x\.jsonl line 2: not valid JSON.*\(broken lines allowed: 0\).*--max-broken"):
         preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
-    with pytest.raises(ValueError, match=r"x\.jsonl line 4: not valid JSON.*\(1 such lines"):
+    with pytest.raises(ValueError, match=r"x\.jsonl line 4: not valid JSON.*\(broken lines allowed: 1\)"):
         preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes", max_broken=1), progress=False)
     preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes", max_broken=2), progress=False)
     assert decoded(tmp_path / "out_text_document") == ["a", "b"]
@@ -83,7 +81,7 @@ def test_ftfy_must_be_installed(monkeypatch):
         PreprocessingSettings("bytes", ftfy=True)
 
 
-def test_the_help_teaches(capsys):
+def test_help_has_examples_and_next_steps(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
@@ -143,7 +141,9 @@ def test_files_in_another_encoding_are_counted(tmp_path, inline):
     (tmp_path / "a.py").write_bytes(b"x = '\xff'\n")
     (tmp_path / "b.py").write_bytes(b"x = 1\n")
     files = [SourceFile(tmp_path / name, "python", name) for name in ("a.py", "b.py")]
-    with pytest.raises(ValueError, match=r"a\.py: not text in the encoding that it declares \(0 such lines"):
+    with pytest.raises(
+        ValueError, match=r"a\.py: not text in the encoding that it declares \(broken lines allowed: 0\)"
+    ):
         preprocess(files, tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
     manifest = preprocess(files, tmp_path / "out", PreprocessingSettings("bytes", max_broken=1), progress=False)["text"]
     assert (manifest["documents"], manifest["skipped"]) == (1, {"broken": 1})

@@ -57,7 +57,7 @@ def read(words: list[str]) -> tuple[int, int, list[tuple[str, int]]]:
     return *result, operations
 
 
-def test_the_reader_itself() -> None:
+def test_reader_of_expressions_computes_known_values() -> None:
     assert read(["[MAX", "2", "9", "[MIN", "4", "7", "]", "0", "]"])[:2] == (9, 3)
     assert read(["[MED", "1", "4", "[SM", "9", "9", "]", "]"])[0] == 4
     assert read(["[MED", "1", "4", "]"])[0] == 2  # 2.5, rounded down
@@ -130,6 +130,6 @@ def test_seeds() -> None:
     "wrong",
     [{"arguments": 1}, {"depth": 1}, {"shortest": 3}, {"shortest": 50, "length": 40}, {"depth": 2, "shortest": 99}],
 )
-def test_what_cannot_be_drawn(wrong: dict) -> None:
+def test_impossible_lengths_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=r"at least 2 each|expressions have 4 to"):
         listops(1, **{"length": 200, "shortest": 10, **wrong})

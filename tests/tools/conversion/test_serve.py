@@ -30,7 +30,7 @@ from tools.serve import main, served_class, token_counter
 ROOT = Path(__file__).parents[3]
 
 
-def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
+def test_server_answers_as_the_trainer_generates(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     python = python_of(SERVING)
     if python is None:
         pytest.skip(f"{environment(SERVING)} is not there: make test-huggingface builds it")
@@ -144,7 +144,7 @@ def test_tokens_of_a_request_are_counted(exported: Path, trained_run: Path) -> N
         count(CHAT, conversation)
 
 
-def test_what_cannot_be_served(
+def test_models_that_cannot_be_served_are_refused(
     masked_export: Path,
     exported: Path,
     tmp_path: Path,

@@ -104,7 +104,7 @@ def test_the_state_keeps_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes[0] == 2 * (2 * 8 * 16 + 3 * 32)
 
 
-def test_a_prompt_is_continued_alike_alone_and_among_others() -> None:
+def test_batched_prompts_equal_single_prompts() -> None:
     model = tiny("metala", "attention")
     prompts = [[5, 9, 2, 33], [17, 4], [8]]
     together = list(generate(model, prompts, max_tokens=25, vocab_size=64, seed=7))
@@ -156,7 +156,7 @@ def test_learned_positions_bound_a_text() -> None:
     assert complete(model, tokenizer, "abc", max_tokens=100) == complete(model, tokenizer, "abc", max_tokens=6)
 
 
-def test_it_stops_at_the_end_of_a_document_and_stays_within_the_vocabulary() -> None:
+def test_generation_ends_with_the_document_and_samples_ids_of_the_vocabulary() -> None:
     model = tiny("metala")
     prompts = [[3, 1], [9, 9, 9]]
     free = list(generate(model, prompts, max_tokens=60, vocab_size=50, seed=1))
@@ -209,7 +209,7 @@ def test_the_first_piece_is_decoded_as_one_that_follows_the_prompt(tmp_path: Pat
     assert streamed(tokenizer, [3], [4, 5, 3]) == [" value", "s", " return", ""]
 
 
-def test_what_is_decoded_at_a_time_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoded_window_has_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, sizes = load_tokenizer("bytes"), []
     decode = tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids: sizes.append(len(ids)) or decode(ids))
@@ -218,7 +218,7 @@ def test_what_is_decoded_at_a_time_does_not_grow(monkeypatch: pytest.MonkeyPatch
     assert max(sizes) <= 12
 
 
-def test_an_unfinished_character_shows_at_the_end() -> None:
+def test_incomplete_character_at_the_end_becomes_u_fffd() -> None:
     tokenizer = load_tokenizer("bytes")
     assert streamed(tokenizer, [], list("a🙂".encode())[:-1]) == ["a", "", "", "", "\ufffd"]
 
@@ -264,7 +264,7 @@ def test_a_text_that_ends_within_a_character_shows_it(trained_run: Path, tmp_pat
     assert {given["stop_id"] for given in calls} == {tokenizer.end_of_document_id}
 
 
-def test_ctrl_c_ends_a_text_and_says_how_far_it_came(trained_run: Path, capsys, monkeypatch) -> None:
+def test_ctrl_c_ends_a_text_and_prints_its_number_of_tokens(trained_run: Path, capsys, monkeypatch) -> None:
     def two_tokens(*_: object, **__: object) -> Iterator[list[int]]:
         yield from ([70], [71])
         raise KeyboardInterrupt

@@ -166,7 +166,7 @@ def test_conversations() -> None:
     assert refused(400, {"messages": [{"role": "user", "content": "a"}]}, CHAT) == "there is no chat template"
 
 
-def test_what_is_passed_on_holds_the_bounds() -> None:
+def test_passed_requests_have_a_limit_of_new_tokens() -> None:
     body = {"model": MODEL, "prompt": "größe", "max_tokens": None, "n": 1, "stop": ["a"], "stream": False}
     _, answer, _ = ask(body)
     assert json.loads(answer) == {

@@ -31,7 +31,7 @@ def naive_kept(logits: list[float], top_k: int, top_p: float) -> set[int]:
     top_k=st.integers(0, 13),
     top_p=st.sampled_from([0.01, 0.13, 0.37, 0.5, 0.77, 0.93, 0.999, 1.0]),
 )
-def test_keeps_what_the_naive_walk_keeps(logits: list[int], top_k: int, top_p: float) -> None:
+def test_keep_likely_equals_a_plain_loop(logits: list[int], top_k: int, top_p: float) -> None:
     # Tenths keep cumulative sums away from the border values by more than rounding does.
     values = [x / 10 + 0.0137 * i for i, x in enumerate(logits)]
     kept = keep_likely(torch.tensor([values, values], dtype=torch.float64), top_k=top_k, top_p=top_p)
@@ -91,7 +91,7 @@ def test_temperatures_down_to_zero_are_drawn_at(temperature: float) -> None:
     assert next_tokens(logits, streams([0, 1]), temperature=temperature, top_k=2, top_p=0.9).tolist() == [1, 0]
 
 
-def test_a_row_draws_from_its_own_stream() -> None:
+def test_each_row_uses_its_own_generator() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
     together = next_tokens(logits, streams([0, 1, 2]))
     alone = next_tokens(logits[1:2], streams([1]))

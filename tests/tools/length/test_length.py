@@ -89,7 +89,7 @@ def test_a_text_shorter_than_the_trained_length_says_what_is_needed(trained_run:
         measure_run(loaded, data=write_tokens(tmp_path / "short", 20))
 
 
-def test_what_one_piece_cannot_tell_is_null(trained_run: Path, tmp_path: Path) -> None:
+def test_standard_error_of_one_piece_is_null(trained_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "one.png"
     assert main([str(trained_run), "--device", "cpu", "--lengths", "64", "--tokens", "64", "-o", str(out)]) == 0
 
@@ -100,7 +100,7 @@ def test_what_one_piece_cannot_tell_is_null(trained_run: Path, tmp_path: Path) -
     assert [row["change_stderr"] for row in result["by_length"]] == [None, None]
 
 
-def test_a_text_of_which_nothing_is_hidden(masked_run: Path, tmp_path: Path, capsys) -> None:
+def test_text_without_masked_tokens_is_refused(masked_run: Path, tmp_path: Path, capsys) -> None:
     words = [str(masked_run), "--device", "cpu", "--lengths", "1", "--tokens", "1", "-o", str(tmp_path / "none.png")]
     assert main(words) == 2
     assert "none of the first 1 tokens is masked; raise --tokens" in capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_positions_are_read_up_to_the_last() -> None:
         _lengths(Path("a"), replace(model, mixer_options={"attention": {"causal": False}}), config, [256])
 
 
-def test_several_models_and_what_cannot_be_measured(
+def test_several_models_are_compared_and_mixed_kinds_refused(
     trained_run: Path, masked_run: Path, tmp_path: Path, capsys
 ) -> None:
     step = next((trained_run / "checkpoints").glob("step_*"))

@@ -48,7 +48,7 @@ def _config(name: str) -> SimpleNamespace:
     return SimpleNamespace(all_kwargs=kwargs)
 
 
-def test_all_of_them_by_as_many_processes_as_processors(tmp_path: Path, active: SimpleNamespace) -> None:
+def test_configurations_are_compiled_by_one_process_per_processor(tmp_path: Path, active: SimpleNamespace) -> None:
     before = dict(vars(active))
     names = ["a", "bad", "b", "c", "d", "e", "f"]
     kernel = Kernel(tmp_path, active)

@@ -89,7 +89,10 @@ _WITH_GATE: dict[str, tuple[Any, ...]] = {
 
 
 def model_of(config: Mapping[str, Any], mixer: str, options: dict[str, Any], *, ratio: int) -> ModelConfig:
-    """Return the model with this mixer in every layer. ratio: the MLP's width over hidden_size, times 3/2, by default."""
+    """Return the model with this mixer in every layer.
+
+    ratio: default of `hidden_ratio`. The MLP's width is 2/3 of it times hidden_size, rounded up to a multiple of 256.
+    """
     size = config["hidden_size"]
     width = config.get("intermediate_size")
     if width is None:

@@ -76,7 +76,7 @@ def check_settings(config: Mapping[str, Any], kind: str) -> None:
 
 
 def delta_rule(config: Mapping[str, Any]) -> Foreign:
-    """Yang et al. 2024 (arXiv 2406.06484, 2412.06464) and Kimi Linear (2510.26692).
+    """Describe a DeltaNet, Gated DeltaNet (Yang et al. 2024, arXiv 2406.06484 and 2412.06464) or KDA (arXiv 2510.26692).
 
     Raises ValueError as `check_settings`.
     """
@@ -120,7 +120,7 @@ def delta_rule(config: Mapping[str, Any]) -> Foreign:
 
 
 def rwkv7(config: Mapping[str, Any]) -> Foreign:
-    """Peng et al. 2025 (arXiv 2503.14456). The norm behind their embedding is computed into its rows.
+    """Describe an RWKV-7 (Peng et al. 2025, arXiv 2503.14456). The norm after their embedding is applied to its rows.
 
     Raises ValueError as `check_settings`.
     """
