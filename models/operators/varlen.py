@@ -33,6 +33,16 @@ def check_cu_seqlens(cu_seqlens: Tensor, length: int) -> None:
         )
 
 
+def check_sequences(x: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None, *state: int) -> None:
+    """Raise ValueError unless cu_seqlens and initial_state [batch or segments, *state] fit x [batch, length, ...]."""
+    sequences = x.shape[0]
+    if cu_seqlens is not None:
+        check_packed(x, cu_seqlens)
+        sequences = len(cu_seqlens) - 1
+    if initial_state is not None and initial_state.shape != (sequences, *state):
+        raise ValueError(f"initial_state {list(initial_state.shape)}: expected {[sequences, *state]}")
+
+
 def segment_starts(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Return the segment of every token, [length] int64, and whether the token is the first of it, [length] bool."""
     starts = cu_seqlens[:-1].long()

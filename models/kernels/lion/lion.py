@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...recompute import recomputable
+from ..launch import aligned
 from .chunk import CHUNK
 from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_DECAY, Kernel, LionCase, LionInputs
 from .decay_logits import project, project_backward
@@ -112,17 +113,17 @@ class _Lion(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         """Compute (*LionInputs, x and weight of the projection or None, code of phi, kernel, case)."""
         q, k, v, decay, bias, segments, source, weight, phi, kernel, case = arguments
-        q, k, v = (_aligned(x, case.dtype) for x in (q, k, v))
+        q, k, v = (aligned(x.to(case.dtype)) for x in (q, k, v))
         raw: tuple[Tensor, ...] = (q, k) if phi else ()
         if phi:
             q, k = feature_maps(raw[0], raw[1], phi)
             recomputable((q, k), feature_maps, *raw, phi)
         sums = None
         if source is not None:
-            source, weight = _aligned(source, source.dtype), _aligned(weight, weight.dtype)
+            source, weight = aligned(source), aligned(weight)
             decay, sums = project(case, kernel.chunk(case), source, weight, bias)
         elif decay is not None:
-            decay = _aligned(decay, decay.dtype)
+            decay = aligned(decay)
         inputs = LionInputs(q, k, v, decay, bias, segments)
         y, saved = kernel.forward(case, inputs, sums)
         ctx.save_for_backward(*inputs, source, weight, y, *raw, *saved)
@@ -136,7 +137,7 @@ class _Lion(torch.autograd.Function):
         raw, saved = saved[: 2 if ctx.phi else 0], saved[2 if ctx.phi else 0 :]
         case: LionCase = ctx.case
         bias: Any = inputs.bias
-        dq, dk, dv, d_decay = ctx.kernel.backward(case, _aligned(dy, case.dtype), inputs, y, saved)
+        dq, dk, dv, d_decay = ctx.kernel.backward(case, aligned(dy.to(case.dtype)), inputs, y, saved)
         if ctx.phi:
             dq, dk = feature_map_gradients(dq, dk, raw[0], raw[1], ctx.phi)
         d_source = d_weight = d_bias = None
@@ -148,15 +149,6 @@ class _Lion(torch.autograd.Function):
         elif bias is not None:
             d_bias = d_decay.view(-1, case.heads).sum(0, dtype=torch.float32).to(bias.dtype)
         return dq, dk, dv, d_decay, d_bias, None, d_source, d_weight, None, None, None
-
-
-def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in `dtype`, contiguous and at a multiple of 16 bytes, for vector loads."""
-    if x.dtype != dtype:
-        return x.to(dtype).contiguous()
-    if not x.is_contiguous():
-        return x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 _KERNELS = {"tile": TILE, "chunk": CHUNK}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...backend import SIXTEEN_BITS, available
 from ...precision import accumulation_dtype
-from ..varlen import check_packed
+from ..varlen import check_sequences
 
 
 class Kernel(Enum):
@@ -116,13 +116,7 @@ def check_arguments(
         )
     if removal_key is not None and removal_key.shape != q.shape:
         raise ValueError(f"removal_key {_shape(removal_key)}: expected {_shape(q)}")
-    sequences = q.shape[0]
-    if cu_seqlens is not None:
-        check_packed(q, cu_seqlens)
-        sequences = len(cu_seqlens) - 1
-    expected = (sequences, q.shape[2], q.shape[3], v.shape[3])
-    if initial_state is not None and tuple(initial_state.shape) != expected:
-        raise ValueError(f"initial_state {_shape(initial_state)}: expected {list(expected)}")
+    check_sequences(q, cu_seqlens, initial_state, *q.shape[2:], v.shape[3])
 
 
 def initial(x: Operands, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...backend import disable_compile, replaceable
-from ...precision import accumulation_dtype
 from ..chunks import cut, join, place_segments, walk
 from ..cumulative_decay import pairwise_decay, sum_after
 from .chunk_matmul import matmul_form, spans_of
-from .select_kernel import GLAArguments, plan_chunks
+from .select_kernel import GLAArguments, initial, plan_chunks
 
 
 @replaceable
@@ -31,20 +30,15 @@ from .select_kernel import GLAArguments, plan_chunks
 def chunk_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
     """Compute the operator, whose caller checks the arguments."""
     q, k, v, log_decay = x[:4]
-    accumulation, length = accumulation_dtype(v), q.shape[1]
-    bounds = None if x.cu_seqlens is None else [int(edge) for edge in x.cu_seqlens.tolist()]
-    if x.initial_state is None:
-        sequences = q.shape[0] if bounds is None else len(bounds) - 1
-        state = torch.zeros(sequences, *q.shape[2:], v.shape[-1], dtype=accumulation, device=v.device)
-    else:
-        state = x.initial_state.to(accumulation)
+    length, state = q.shape[1], initial(x)
     if length == 0:
         return v, state
+    bounds = None if x.cu_seqlens is None else [int(edge) for edge in x.cu_seqlens.tolist()]
     chunk, fits_matmul_form = plan_chunks(log_decay)
     if fits_matmul_form:
         return matmul_form(q, k, v, log_decay, state, x.scale, spans_of(v, bounds), chunk)
     index, runs = place_segments(bounds, chunk, v.device)
-    q, k, values, log_decay = (cut(tensor.to(accumulation), chunk, index) for tensor in x[:4])
+    q, k, values, log_decay = (cut(tensor.to(state.dtype), chunk, index) for tensor in x[:4])
     o, state = _pairwise(q * x.scale, k, values, log_decay, state, runs)
     return join(o, length, index).to(v.dtype), state
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...precision import accumulation_dtype
 from ..cumulative_decay import pairwise_decay, sum_after
-from .select_kernel import GLAArguments
+from .select_kernel import GLAArguments, initial
 
 
 def recurrent_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
@@ -28,13 +27,9 @@ def quadratic_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
 
 def _each_sequence(form: Callable[..., tuple[Tensor, Tensor]], x: GLAArguments) -> tuple[Tensor, Tensor]:
     """Run form(q, k, v, log_decay, state) in the accumulation dtype for the batch, or for every packed segment."""
-    dtype, state = accumulation_dtype(x.v), x.initial_state
-    q, k, v, log_decay = (tensor.to(dtype) for tensor in x[:4])
+    state = initial(x)
+    q, k, v, log_decay = (tensor.to(state.dtype) for tensor in x[:4])
     q = q * x.scale
-    if state is None:
-        sequences = q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-        state = q.new_zeros(sequences, *q.shape[2:], v.shape[-1])
-    state = state.to(dtype)
     if x.cu_seqlens is None:
         o, final_state = form(q, k, v, log_decay, state)
         return o.to(x.v.dtype), final_state

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...backend import SIXTEEN_BITS, available, is_supported, missing_fla_error, on_cuda, replaceable
+from ...precision import accumulation_dtype
 from ..context_parallel import context_parallel_group
-from ..varlen import check_packed
+from ..varlen import check_sequences
 
 Form = Literal["auto", "recurrent", "parallel", "chunked"]
 
@@ -188,13 +189,16 @@ def check_shapes(x: GLAArguments) -> None:
         )
     if log_decay.shape[:-1] != q.shape[:-1] or log_decay.shape[-1] not in (1, q.shape[-1]):
         raise ValueError(f"log_decay {_shape(log_decay)}: expected {_shape(q)} or a last axis of 1")
-    sequences = q.shape[0]
-    if x.cu_seqlens is not None:
-        check_packed(q, x.cu_seqlens)
-        sequences = len(x.cu_seqlens) - 1
-    expected = (sequences, q.shape[2], q.shape[3], v.shape[3])
-    if x.initial_state is not None and tuple(x.initial_state.shape) != expected:
-        raise ValueError(f"initial_state {_shape(x.initial_state)}: expected {list(expected)}")
+    check_sequences(q, x.cu_seqlens, x.initial_state, *q.shape[2:], v.shape[3])
+
+
+def initial(x: GLAArguments) -> Tensor:
+    """Return the initial state [sequences, heads, head_dim_k, head_dim_v] in the accumulation dtype, zeros for None."""
+    dtype = accumulation_dtype(x.v)
+    if x.initial_state is not None:
+        return x.initial_state.to(dtype)
+    sequences = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    return torch.zeros(sequences, *x.q.shape[2:], x.v.shape[-1], dtype=dtype, device=x.v.device)
 
 
 def _shape(x: Tensor) -> list[int]:

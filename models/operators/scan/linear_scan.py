@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from ...backend import missing_fla_error, on_cuda, replaceable
 from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import decay_from_start
-from ..varlen import check_packed, last, segment_starts
+from ..varlen import check_sequences, last, segment_starts
 
 Form = Literal["auto", "recurrent", "chunked", "kernel"]
 
@@ -210,9 +210,4 @@ def _check(x: Tensor, log_decay: Tensor, initial_state: Tensor | None, cu_seqlen
         raise ValueError(
             f"x {list(x.shape)}, log_decay {list(log_decay.shape)}: expected [batch, length, channels] for both"
         )
-    sequences = x.shape[0]
-    if cu_seqlens is not None:
-        check_packed(x, cu_seqlens)
-        sequences = len(cu_seqlens) - 1
-    if initial_state is not None and tuple(initial_state.shape) != (sequences, x.shape[2]):
-        raise ValueError(f"initial_state {list(initial_state.shape)}: expected {[sequences, x.shape[2]]}")
+    check_sequences(x, cu_seqlens, initial_state, x.shape[2])
