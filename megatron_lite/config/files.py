@@ -12,7 +12,9 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,12 @@ def _read_file(path: Path | None, name: str, including: tuple[Path, ...]) -> Sou
 
 def parse_yaml(text: str, name: str) -> Sources:
     """Return one YAML document of nested mappings with its origins. name: of the file, for origins and problems."""
+    parsed = _parse_yaml(text, name)
+    return Sources(deepcopy(parsed.tree), dict(parsed.origins), list(parsed.problems))
+
+
+@lru_cache(maxsize=64)  # the planner reads the same files once per layout
+def _parse_yaml(text: str, name: str) -> Sources:
     sources = Sources()
     try:
         loader = _Loader(text)

@@ -83,7 +83,9 @@ def test_error_of_one_rank_is_named_by_the_other_rank(launch, arguments):
 
 def test_hanging_rank_is_named_and_every_rank_prints_its_stacks(launch, arguments):
     settings = {"run.watchdog_minutes": 0.03, "run.timeout_minutes": 0.1, "run.heartbeat_seconds": 6}
-    agent = launch(["hang", "1", "3", *arguments(**settings)], *INJECT)
+    # torchrun kills the hanging rank soon, which would otherwise end itself after the heartbeat timeout.
+    options = ("--shutdown-timeout=1",)
+    agent = launch(["hang", "1", "3", *arguments(**settings)], *INJECT, options=options)
     output = output_of(agent, None)
     for rank in (0, 1):
         assert re.search(rf"Timeout: rank {rank} of 2 \(.*\): no step ended for \d+\.\d s; its threads:", output), (

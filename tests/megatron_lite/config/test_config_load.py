@@ -11,6 +11,7 @@ from typing import Any
 import pydantic
 import pytest
 
+from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import Config, ConfigError, load_config
 
 from .stand_in import REQUIRED, StandIn
@@ -192,3 +193,13 @@ def test_importing_the_configuration_is_light() -> None:
 def test_empty_sections_of_removed_keys_are_ignored():
     """Ignore `parallel.cublaslt` with its defaults, as dumps of an earlier version hold it."""
     assert load("parallel.cublaslt={device: null, version: null, algorithms: {}}") == load()
+
+
+def test_change_of_a_parsed_file_does_not_reach_the_next_reader() -> None:
+    text = "model: {mixers: [metala]}\n"
+    first = parse_yaml(text, "a.yml")
+    first.tree["model"]["mixers"].append("lion")
+    first.origins.clear()
+    second = parse_yaml(text, "a.yml")
+    assert second.tree == {"model": {"mixers": ["metala"]}}
+    assert second.origin(("model", "mixers")) == "a.yml:1"
