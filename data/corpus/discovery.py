@@ -71,10 +71,10 @@ def source_files(corpus: Corpus) -> list[SourceFile]:
 
     Raises FileNotFoundError for a path or glob without files, and ValueError for a folder without text files.
     """
-    if isinstance(corpus, (str, Path)):
-        corpus = [corpus]
     if not corpus:
         raise ValueError("the corpus names no files: set 'stdlib', a path, a glob or a list of them")
+    if isinstance(corpus, (str, Path)):
+        corpus = [corpus]
     files_by_path: dict[Path, SourceFile] = {}
     for entry in corpus:
         for file in _expand(str(entry)):
@@ -158,6 +158,8 @@ def _expand(entry: str) -> list[SourceFile]:
     path = Path(entry).expanduser()
     if (path / "dataset_dict.json").is_file():
         splits = sorted(p.parent.name for p in path.glob("*/state.json"))
+        if not splits:
+            raise ValueError(f"{path} is a saved data set without a split: save it again")
         raise ValueError(
             f"{path} is a saved data set with the splits {', '.join(splits)}: name one, as {path}/{splits[0]}"
         )

@@ -155,7 +155,7 @@ def real_text(config: Mapping[str, Any], tokenizer: Tokenizer, given: Path | Non
     for find in (_corpus_text, _token_file_text):
         try:
             text, name = find(config, tokenizer)
-        except (OSError, ValueError, KeyError):  # the run's data may be on another machine
+        except (OSError, ValueError, LookupError):  # the run names no text, or its data is on another machine
             continue
         if len(tokenizer.encode(text)) >= _FEWEST:
             return text, name
@@ -186,7 +186,7 @@ def rows_of(text: str, tokenizer: Tokenizer, config: ModelConfig) -> Tensor:
 
 def _corpus_text(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, str]:
     data = data_config(dict(config))
-    files = source_files(data.corpus or "")
+    files = [] if data.corpus is None else source_files(data.corpus)
     parts: list[str] = []
     size = 0
     for document in read_documents(files, data.text_key):
@@ -199,7 +199,7 @@ def _corpus_text(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, 
 
 def _token_file_text(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, str]:
     data = data_config(dict(config))
-    prefix = data.validation or data.train or ""
+    prefix = data.validation or data.train_files[0]
     file = IndexedTokens(prefix)
     ids: list[int] = []
     for sequence in range(len(file)):

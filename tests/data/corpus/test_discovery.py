@@ -193,11 +193,16 @@ def test_paths_that_are_not_there(tmp_path):
         source_files(f"{tmp_path}/pile/train")
     with pytest.raises(FileNotFoundError, match=r"no file matches the glob .*\*\.jsonl"):
         source_files(f"{tmp_path}/*.jsonl")
-    with pytest.raises(ValueError, match="names no files"):
-        source_files([])
+    for corpus in ([], ""):
+        with pytest.raises(ValueError, match="names no files"):
+            source_files(corpus)
     (tmp_path / "a.md").write_text("a")
     with pytest.raises(ValueError, match=r"holds no \.jsonl, \.json, \.parquet, \.txt file .*it holds 1 \.md\."):
         source_files(tmp_path)
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ValueError, match="splits is a saved data set without a split: save it again"):
+        source_files(tmp_path / "splits")
 
 
 def test_the_standard_library():

@@ -11,18 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import tools.conversion.export_hf as exporting
+from data.indexed import IndexedWriter
+from data.tokenizer import ByteTokenizer
 from megatron_lite.checkpoint.reader import read_weights
 from models.config import ModelConfig
 from models.hf import configuration_metalion
 from models.hf.configuration_metalion import OLDEST_TRANSFORMERS
 from tests.tools.conversion import environments
 from tests.tools.conversion.conftest import write_run
-from tools.conversion.logit_parity import load_export
+from tools.conversion.logit_parity import load_export, real_text
 from tools.conversion.model_card import model_card
 from tools.convert_hf import main
 from tools.evaluation.open_model import locate_model
@@ -107,6 +110,18 @@ def test_text_too_short_for_a_comparison_is_refused(
         assert main([*words, str(tmp_path / "out"), "--text", str(tmp_path / "text")]) == 2
         assert "5 characters are too few to compare logits on" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def test_logits_of_a_run_on_token_files_are_compared_on_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("a text of the working folder " * 9)
+    config = {"data": {"corpus": None, "train": ["a", "b"], "tokenizer": {"type": "bytes"}}}
+    assert real_text(config, ByteTokenizer())[1].endswith("textwrap.py"), "token files on another machine"
+    with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
+        writer.add_document(np.frombuffer(b"token " * 50, np.uint8))
+    assert real_text(config, ByteTokenizer()) == ("token " * 50, "a")
 
 
 def test_existing_folder_is_replaced_only_with_overwrite_and_if_an_export(
