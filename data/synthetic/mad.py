@@ -33,7 +33,7 @@ def in_context_recall(
     are at the keys that occurred before. `noise` replaces this fraction of the pairs by two of the `noise_vocabulary` highest
     ids ("noisy recall"); at least one pair stays. Rows have length - 1 tokens.
 
-    Raises ValueError for an odd length, and for noise without a noise vocabulary.
+    Raises ValueError for an odd length, for noise without a noise vocabulary, and for fewer than 2 ids without noise.
     """
     if length % 2 or length < 4:
         raise ValueError(f"length {length}: an even number of at least 4 is required")
@@ -41,6 +41,7 @@ def in_context_recall(
         raise ValueError(f"noise = {noise} requires a noise vocabulary: set noise_vocabulary to 1 or more")
     generator = np.random.default_rng(seed)
     plain = vocabulary - noise_vocabulary
+    _check_vocabulary(plain, 2, f" besides the noise_vocabulary of {noise_vocabulary}" if noise_vocabulary else "")
     num_keys, pairs = plain // 2, length // 2 - 1
     row = np.arange(examples)
     values = generator.integers(num_keys, plain, (examples, num_keys))
@@ -144,6 +145,7 @@ def memorization(
 
     Keys are the lower half of the other ids. Each has a distinct value of the upper half, drawn with `table_seed`.
     """
+    _check_vocabulary(vocabulary, 3)
     num_keys = (vocabulary - 1) // 2
     table = num_keys + np.random.default_rng(table_seed).permutation(vocabulary - 1 - num_keys)
     key = np.random.default_rng(seed).integers(0, num_keys, (examples, length // 2))
@@ -156,6 +158,7 @@ def compression(
     examples: int, *, vocabulary: int = 16, length: int = 32, training: bool = True, seed: int | list[int] = 0
 ) -> Examples:
     """Return random ids with the highest id at the end. The labels are the tokens: the model restores all from the last one."""
+    _check_vocabulary(vocabulary, 2)
     tokens = np.random.default_rng(seed).integers(0, vocabulary - 1, (examples, length))
     tokens[:, -1] = vocabulary - 1
     return _examples(tokens, tokens)
@@ -175,6 +178,7 @@ def selective_copying(
     "copy" is the highest id, the blank the one below. Every blank of the first part precedes an id drawn uniformly. Raises
     ValueError if length <= 2 * copied + 1.
     """
+    _check_vocabulary(vocabulary, 3)
     blanks = length - 2 * copied - 1
     if blanks < 1:
         raise ValueError(
@@ -200,6 +204,11 @@ TASKS: dict[str, Callable[..., Examples]] = {
     "compression": compression,
     "selective_copying": selective_copying,
 }
+
+
+def _check_vocabulary(ids: int, least: int, which: str = "") -> None:
+    if ids < least:
+        raise ValueError(f"vocabulary: {ids} ids{which}; at least {least} are required")
 
 
 def _examples(tokens: Numbers, labels: Numbers) -> Examples:

@@ -21,7 +21,10 @@ def class_names(run: Path, classes: int) -> list[str]:
     file = run / CLASSES
     if not file.is_file():
         return [str(number) for number in range(classes)]
-    names = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # no JSON, or no UTF-8
+        names = None
     if not isinstance(names, list) or len(names) != classes:
         raise ValueError(f"{file}: {classes} class names are needed, one per class of the model; write the file again")
     return [str(name) for name in names]

@@ -197,6 +197,14 @@ def test_a_seed_is_a_data_set() -> None:
         ("fuzzy_recall", {"vocabulary": 5}, "2 with vocabulary 5"),
         ("fuzzy_recall", {"length": 18}, "more than 18"),
         ("selective_copying", {"length": 33}, "more than 2 x copied"),
+        ("selective_copying", {"vocabulary": 2}, "vocabulary: 2 ids; at least 3 are required"),
+        ("memorization", {"vocabulary": 2}, "at least 3"),
+        ("compression", {"vocabulary": 1}, "at least 2"),
+        (
+            "noisy_recall",
+            {"noise": 0.5, "noise_vocabulary": 15},
+            "1 ids besides the noise_vocabulary of 15; at least 2",
+        ),
     ],
 )
 def test_invalid_settings_are_refused(task: str, options: dict[str, Any], message: str) -> None:

@@ -87,10 +87,11 @@ def test_commands_for_text_refuse_an_image_classifier(run, capsys):
     assert not (folder / "other").exists()
 
 
-def test_wrong_class_names_are_refused_before_anything_is_written(run, capsys):
+@pytest.mark.parametrize("names", ['["one"]', '["one"'])
+def test_wrong_class_names_are_refused_before_anything_is_written(run, capsys, names):
     folder, _ = run
     file = folder / "run" / CLASSES_FILE
-    file.write_text('["one"]')
+    file.write_text(names)
     try:
         assert main(["export", str(folder / "run"), str(folder / "other")]) == 2
     finally:
