@@ -120,7 +120,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int6
                 space = capacity
                 bins = np.arange(num_bins, num_bins - (-count // (capacity // length)))
                 num_bins += len(bins)
-            # What remains of a bin is the least space that holds the next piece, so a bin is filled before the next one.
+            # The rest of a bin is the smallest space that holds the next piece, so bins are filled one after the other.
             each = space // length
             full = min(len(bins), count // each)
             rest = count - full * each if full < len(bins) else 0

@@ -50,7 +50,7 @@ def shared_documents(
     Raises ValueError for token files without a manifest, which names the tokenizer.
     """
     hashes, digests, beginnings = [], [], []
-    for text in document_texts(held_out, progress=True):
+    for text in document_texts(held_out):
         hashes.append(ngram_hashes(text, words))
         digests.append(text_digest(text))
         beginnings.append(" ".join(text[:200].split())[:60])
@@ -59,7 +59,7 @@ def shared_documents(
     known = np.unique(np.concatenate(hashes))
     seen, equal, wanted = np.zeros(len(known), bool), set(), set(digests)
     for prefix in training:
-        for text in document_texts(prefix, progress=True):
+        for text in document_texts(prefix):
             if (digest := text_digest(text)) in wanted:
                 equal.add(digest)
             grams = ngram_hashes(text, words)
@@ -83,7 +83,7 @@ def shared_documents(
     )
 
 
-def document_texts(prefix: str | Path, progress: bool = False) -> Iterator[str]:
+def document_texts(prefix: str | Path) -> Iterator[str]:
     """Yield the text of each sequence of a token file, without the end-of-document token. Raises as `shared_documents`."""
     tokenizer = manifest_tokenizer(prefix)
     if tokenizer is None:
@@ -92,6 +92,6 @@ def document_texts(prefix: str | Path, progress: bool = False) -> Iterator[str]:
             "python -m tools.preprocess_data"
         )
     file = IndexedTokens(prefix)
-    for number in ProgressBar(range(len(file)), desc=Path(prefix).name, unit="document", disable=not progress):
+    for number in ProgressBar(range(len(file)), desc=Path(prefix).name, unit="document"):
         ids = file[number]
         yield tokenizer.decode(ids[ids != tokenizer.end_of_document_id].tolist())

@@ -10,7 +10,7 @@ from tests.data.inline_pool import Inline
 
 @pytest.fixture(scope="session")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
-    """Return the path of a small SentencePiece model, trained on one package of the standard library."""
+    """Return a small SentencePiece tokenizer, trained on one package of the standard library."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_sentencepiece((d.text for d in read_documents(stdlib_files("asyncio"))), path, vocab_size=600)
     return SentencePieceTokenizer(path)

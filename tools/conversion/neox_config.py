@@ -306,7 +306,7 @@ def _scale(value: str, given: dict[str, Any], out: Translation) -> None:
             out.set("checkpoint.extra_steps", sorted(steps))
 
 
-# In this order: the optimizer before what is relative to its learning rate.
+# In this order, because a conversion may read keys that earlier ones set.
 _CONVERT: dict[str, Callable[[Any, dict[str, Any], Translation], None]] = {
     "no_weight_tying": lambda value, given, out: out.set("model.tie_embeddings", not value),
     "norm": _norm,

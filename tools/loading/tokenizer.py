@@ -41,7 +41,7 @@ def read_tokenizer(run: Path, config: dict[str, Any], manifest: Mapping[str, Any
 
     Raises:
         FileNotFoundError: neither exists. A tokenizer that is trained again would give other ids.
-        ValueError: the tokenizer is not the one of the weights.
+        ValueError: the weights were trained with another tokenizer.
     """
     folder = run / "tokenizer"
     tokenizer = saved_tokenizer(run)

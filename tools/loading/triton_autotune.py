@@ -13,7 +13,7 @@ from typing import Any
 # Milliseconds of warm-up and of timing per configuration. Triton's defaults are 25 and 100.
 WARM_UP, TIMED = 5, 30
 # Seconds until compiling processes are killed. A missing configuration is compiled when it is timed.
-PATIENCE = 120.0
+COMPILE_SECONDS = 120.0
 
 
 def without_tuning() -> None:
@@ -82,7 +82,7 @@ def _compile(kernel: Any, args: Sequence[Any], meta: dict[str, Any], configs: Se
                     kernel.run(*args, **{**meta, "warmup": True}, **config.all_kwargs())
         finally:
             os._exit(0)
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + COMPILE_SECONDS
     while children:
         children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
         if time.monotonic() > end:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from tools.conversion.foreign.mapping import Foreign, Source, only
+from tools.conversion.foreign.mapping import Foreign, Source, only, tied
 
 _COMMON: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("swish",),
@@ -155,10 +155,5 @@ def _lower_bound(matrix: Tensor, layer: int) -> Tensor:
 
 
 def norm_eps(config: Mapping[str, Any]) -> float:
-    """Return what their norms add to the mean square."""
+    """Return the epsilon that their norms add to the mean square."""
     return float(config.get("norm_eps", 1e-6))
-
-
-def tied(model: ModelConfig) -> tuple[str, ...]:
-    """Return the pattern of the second name of a tied matrix."""
-    return (r"^lm_head\.weight$",) if model.tie_embeddings else ()

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from models.config import ModelConfig
 from models.layers.delta_rule_mixer import DeltaRuleOptions, DeltaRuleSizes, delta_rule_sizes
-from tools.conversion.foreign.fla import linears, model_of, norm_eps, surrounding_sources, tied
-from tools.conversion.foreign.mapping import Foreign, Source, only
+from tools.conversion.foreign.fla import linears, model_of, norm_eps, surrounding_sources
+from tools.conversion.foreign.mapping import Foreign, Source, only, tied
 
 # model_type there -> mixer here, and the class that transformers loads.
 _MIXERS = {

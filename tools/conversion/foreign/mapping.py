@@ -16,11 +16,11 @@ from tools.loading.model import nearest
 
 @dataclass(frozen=True)
 class Source:
-    """Make a tensor from the tensors with the given names; by default it is the only one.
+    """Describe how their tensors `names` make a tensor here. By default one tensor is taken unchanged.
 
     Attributes:
-        make: from their tensors to the one here.
-        back: from the one here to theirs, where one tensor makes one.
+        make: returns the tensor here from theirs.
+        back: returns their tensor from the one here, if `names` has one name.
     """
 
     names: tuple[str, ...]
@@ -41,6 +41,11 @@ class Foreign:
     model: ModelConfig
     sources: dict[str, Source | None]
     unused: tuple[str, ...] = field(default=())
+
+
+def tied(model: ModelConfig, name: str = "lm_head.weight") -> tuple[str, ...]:
+    """Return the pattern of a tied matrix, which the file may hold a second time under this name."""
+    return (f"^{re.escape(name)}$",) if model.tie_embeddings else ()
 
 
 class Renamed(Mapping[str, Tensor]):

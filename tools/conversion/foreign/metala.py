@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import ModelConfig
-from tools.conversion.foreign.mapping import Foreign, Source, only
+from tools.conversion.foreign.mapping import Foreign, Source, only, tied
 
 # Activation of their gate l1 -> MLP here. "swish" is refused: their code uses it for SiLU and for no activation.
 _GATES = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu", "none": "bilinear"}
@@ -104,7 +104,7 @@ def metala(config: Mapping[str, Any]) -> Foreign:
     sources |= {f"head.norm.{k}": Source((f"model.final_norm.{k}",)) for k in norm_names}
     if not model.tie_embeddings:
         sources["head.weight"] = Source(("lm_head.weight",))
-    return Foreign(model, sources, ("^lm_head.weight$",) if model.tie_embeddings else ())
+    return Foreign(model, sources, tied(model))
 
 
 def _chosen(config: Mapping[str, Any], key: str, default: str, allowed: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from tools.conversion.foreign.mapping import Foreign, Source, only
+from tools.conversion.foreign.mapping import Foreign, Source, only, tied
 
 
 def metalion(config: Mapping[str, Any]) -> Foreign:
@@ -78,7 +78,7 @@ def gpt_neox(config: Mapping[str, Any]) -> Foreign:
     sources |= {f"head.norm.{kind}": _one(f"gpt_neox.final_layer_norm.{kind}") for kind in ("weight", "bias")}
     if not model.tie_embeddings:
         sources["head.weight"] = _one("embed_out.weight")
-    unused = (r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$", *_tied(model, "embed_out.weight"))
+    unused = (r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$", *tied(model, "embed_out.weight"))
     return Foreign(model, sources, unused)
 
 
@@ -134,7 +134,7 @@ def llama(config: Mapping[str, Any]) -> Foreign:
                 sources[f"{ours}.mlp.{name}.{kind}"] = _one(f"{theirs}.mlp.{name}.{kind}")
     if not model.tie_embeddings:
         sources["head.weight"] = _one("lm_head.weight")
-    return Foreign(model, sources, (r"rotary_emb\.inv_freq$", *_tied(model, "lm_head.weight")))
+    return Foreign(model, sources, (r"rotary_emb\.inv_freq$", *tied(model)))
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -177,8 +177,3 @@ def _of_fused(fused: Tensor, part: int, heads: int) -> Tensor:
 
 def _one(name: str) -> Source:
     return Source((name,))
-
-
-def _tied(model: ModelConfig, name: str) -> tuple[str, ...]:
-    """Return the pattern of a tied matrix, which the file may hold a second time."""
-    return (f"^{name}$",) if model.tie_embeddings else ()
