@@ -79,8 +79,11 @@ def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_p
     assert "is complete: 8 steps" in again
     assert "checkpoint.resume=never" in again
     assert "  it was trained with evaluation.interval = 4, not 0; evaluation.batches = 2, not 8\n" in again
-    assert train.main(arguments(**{"model.hidden_size": 64})) == 2
-    assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in capsys.readouterr().err
+    for more in ({}, {"schedule.train_steps": 9}):  # of the complete run, and of a longer one
+        assert train.main(arguments(**more, **{"model.hidden_size": 64})) == 2
+        error = capsys.readouterr().err
+        assert "another architecture" in error
+        assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in error
 
 
 def test_run_shorter_than_the_logging_interval_completes(arguments, tmp_path, capsys):
