@@ -21,7 +21,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(len(x), heads, -1)
 
 
-def _map(p: Weights, name: str, x: Tensor) -> Tensor:
+def _linear(p: Weights, name: str, x: Tensor) -> Tensor:
     y = x @ p[f"{name}.weight"].T
     return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
 
@@ -93,42 +93,42 @@ def _convolved(p: Weights, x: Tensor) -> Tensor:
 def linear_attention(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
     if "conv.weight" in p:
         x = _swish(_convolved(p, x))
-    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (_heads(_linear(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
     if options.get("feature_map") == "taylor":
         o = torch.zeros_like(v)
         for i in range(len(x)):
             s = torch.einsum("hc,jhc->jh", q[i], k[: i + 1]) / math.sqrt(q.shape[-1])
             weight = (1 + s + s**2 / 2)[:, :, None]
             o[i] = (weight * v[: i + 1]).sum(0) / (weight.sum(0) + 1e-6)
-        return _map(p, "out_proj", o.flatten(1))
+        return _linear(p, "out_proj", o.flatten(1))
     q, k = _elu1(q), _elu1(k)
     ones = torch.ones_like(q[..., :1])
     o = _causal(q, k, v, ones) / (_causal(q, k, ones, ones) + 1e-6)
-    return _map(p, "out_proj", o.flatten(1))
+    return _linear(p, "out_proj", o.flatten(1))
 
 
 def normalised_attention(
     p: Weights, x: Tensor, heads: int, layer: int, layers: int, eta: Callable[[Tensor], Tensor] = torch.exp
 ) -> Tensor:
-    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (_heads(_linear(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
     o = _causal(q, k, v, torch.ones_like(q)) / math.sqrt(q.shape[-1])
-    return _map(p, "out_proj", (o / eta(_map(p, "eta_proj", x))[:, :, None]).flatten(1))
+    return _linear(p, "out_proj", (o / eta(_linear(p, "eta_proj", x))[:, :, None]).flatten(1))
 
 
 def gla(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
     if "conv.weight" in p:
         x = _swish(_convolved(p, x))
-    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
-    alpha = _heads(_sigmoid(_map(p, "decay_up", _map(p, "decay_down", x))) ** (1 / 16), heads)
+    q, k, v = (_heads(_linear(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    alpha = _heads(_sigmoid(_linear(p, "decay_up", _linear(p, "decay_down", x))) ** (1 / 16), heads)
     norm = {key: value for key, value in options.items() if key in ("norm", "norm_eps")}
     o = _head_norm(_causal(q, k, v, alpha) / math.sqrt(q.shape[-1]), **norm).flatten(1)
-    return _map(p, "out_proj", _swish(_map(p, "gate_proj", x)) * o)
+    return _linear(p, "out_proj", _swish(_linear(p, "gate_proj", x)) * o)
 
 
 def retnet(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
-    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (_heads(_linear(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
     half = q.shape[-1] // 2
-    # A rotation by the angle is a product with a complex number, and the inner product its real part.
+    # A rotation multiplies by a complex number; the inner product is the real part.
     theta = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     phase = torch.exp(1j * torch.arange(len(x), dtype=torch.float64)[:, None] * theta)[:, None]
     q, k = (torch.complex(t[..., :half], t[..., half:]) * phase for t in (q, k))
@@ -139,12 +139,12 @@ def retnet(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options
             for m in range(n + 1):
                 o[n, h] += decay ** (n - m) * (q[n, h] * k[m, h].conj()).sum().real * v[m, h]
     o = _head_norm(o / math.sqrt(2 * half), **options).flatten(1)
-    return _map(p, "out_proj", _swish(_map(p, "gate_proj", x)) * o)
+    return _linear(p, "out_proj", _swish(_linear(p, "gate_proj", x)) * o)
 
 
 def transnormer(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
-    q, k = (_swish(_heads(_map(p, name, x), heads)) for name in ("q_proj", "k_proj"))
-    v = _heads(_map(p, "v_proj", x), heads)
+    q, k = (_swish(_heads(_linear(p, name, x), heads)) for name in ("q_proj", "k_proj"))
+    v = _heads(_linear(p, "v_proj", x), heads)
     theta = p["theta"].reshape(heads, -1) if "theta" in p else torch.zeros_like(q[0])
     o = torch.zeros_like(v)
     for h in range(heads):
@@ -153,7 +153,7 @@ def transnormer(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> T
             for t in range(s + 1):
                 o[s, h] += decay ** (s - t) * (q[s, h] * k[t, h] * torch.cos(theta[h] * (s - t))).sum() * v[t, h]
     o = _rms_norm(o / math.sqrt(q.shape[-1])).flatten(1)
-    return _map(p, "out_proj", o * _map(p, "gate_proj", x))
+    return _linear(p, "out_proj", o * _linear(p, "gate_proj", x))
 
 
 def hgrn2(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
@@ -161,17 +161,17 @@ def hgrn2(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options:
     if "lower_bound" in p:
         free = options.get("lower_bound_range") == "free"
         beta = _sigmoid(p["lower_bound"]) if free else (layer - 0.5 + _sigmoid(p["lower_bound"])) / layers
-    f = _heads(beta + (1 - beta) * _sigmoid(_map(p, "f_proj", x)), heads)
-    q, v = _heads(_swish(_map(p, "q_proj", x)), heads), _heads(_map(p, "v_proj", x), heads)
+    f = _heads(beta + (1 - beta) * _sigmoid(_linear(p, "f_proj", x)), heads)
+    q, v = _heads(_swish(_linear(p, "q_proj", x)), heads), _heads(_linear(p, "v_proj", x), heads)
     o = _causal(q, 1 - f, v, f)
     if options.get("norm_over") == "all":
         o = o.flatten(1)
-    return _map(p, "out_proj", _rms_norm(o, options.get("norm_eps", 1e-5)).reshape(len(x), -1))
+    return _linear(p, "out_proj", _rms_norm(o, options.get("norm_eps", 1e-5)).reshape(len(x), -1))
 
 
 def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
     variant, phi = options.get("variant", "s"), options.get("phi", "silu")
-    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (_heads(_linear(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
     elementwise: dict[str, Callable[[Tensor], Tensor]] = {
         "elu": _elu1,
         "sigmoid": _sigmoid,
@@ -192,7 +192,7 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
         logits = logits + x @ p["decay_weight"].T
     decay = _heads(_sigmoid(logits), heads)
     if variant == "lstm":
-        k = k * _sigmoid(_map(p, "input_gate", x))[:, :, None]
+        k = k * _sigmoid(_linear(p, "input_gate", x))[:, :, None]
     if variant == "grfa":
         k = k * (1 - decay)
     if options.get("causal", True):
@@ -209,7 +209,7 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
         den = torch.maximum(den.abs(), torch.ones_like(den))
     else:
         den = den + 1e-6
-    y = _map(p, "out_proj", (num / den).flatten(1))
+    y = _linear(p, "out_proj", (num / den).flatten(1))
     return _layer_norm(y) * p["output_norm.weight"] + p["output_norm.bias"] if "output_norm.weight" in p else y
 
 
@@ -218,17 +218,17 @@ def _metala(p: Weights, x: Tensor, heads: int, layer: int, layers: int, both: bo
     if "conv.weight" in p:
         convolved = _convolved(p, x)
         x = convolved if paper else _swish(convolved)
-    q, v = _heads(_map(p, "q_proj", x), heads), _heads(_map(p, "v_proj", x), heads)
+    q, v = _heads(_linear(p, "q_proj", x), heads), _heads(_linear(p, "v_proj", x), heads)
     a = p["decay"].expand(len(x), -1) if "decay" in p else 0.0
-    a = a + _map(p, "a_proj", x) if "a_proj.weight" in p else a
+    a = a + _linear(p, "a_proj", x) if "a_proj.weight" in p else a
     alpha = _heads(_sigmoid(a) ** (1 / 16), heads)
-    k = _heads(_map(p, "k_proj", x), heads) if "k_proj.weight" in p else 1 - alpha
+    k = _heads(_linear(p, "k_proj", x), heads) if "k_proj.weight" in p else 1 - alpha
     o = _both(q, k, v, alpha)[0] if both else _causal(q, k, v, alpha)
     if not paper:
         o = o / math.sqrt(q.shape[-1])
     if "aug_weight" in p:
         o = o + _sigmoid((q * p["aug_weight"].reshape(heads, -1) * k).sum(-1, keepdim=True) * v)
-    return _map(p, "out_proj", _swish(_map(p, "gate_proj", x)) * _layer_norm(o).flatten(1))
+    return _linear(p, "out_proj", _swish(_linear(p, "gate_proj", x)) * _layer_norm(o).flatten(1))
 
 
 metala = partial(_metala, both=False)
@@ -236,7 +236,7 @@ metala_bidirectional = partial(_metala, both=True)
 
 
 def _convolved_heads(p: Weights, name: str, x: Tensor, heads: int) -> Tensor:
-    y = _convolved({"conv.weight": p[f"conv_{name}.weight"]}, _map(p, f"{name}_proj", x))
+    y = _convolved({"conv.weight": p[f"conv_{name}.weight"]}, _linear(p, f"{name}_proj", x))
     return _heads(_swish(y), heads)
 
 
@@ -262,20 +262,20 @@ def _delta_mixer(name: str, p: Weights, x: Tensor, heads: int, layer: int, layer
     value_heads = options.get("num_value_heads", key_heads)
     q, k = (_convolved_heads(p, key, x, key_heads) for key in "qk")
     v = _convolved_heads(p, "v", x, value_heads)
-    beta = _sigmoid(_map(p, "b_proj", x)) * (2 if options.get("allow_negative_eigenvalues") else 1)
+    beta = _sigmoid(_linear(p, "b_proj", x)) * (2 if options.get("allow_negative_eigenvalues") else 1)
     beta = _heads(beta, key_heads if name == "gdn2" else value_heads)
     gate, alpha = torch.ones_like(v), torch.ones_like(beta)
     if name == "gated_delta_net":
-        logits, gate = _heads(_map(p, "a_proj", x) + p["dt_bias"], value_heads), _swish(_map(p, "gate_proj", x))
+        logits, gate = _heads(_linear(p, "a_proj", x) + p["dt_bias"], value_heads), _swish(_linear(p, "gate_proj", x))
     elif name != "delta_net":
-        logits = _map(p, "decay_up", _map(p, "decay_down", x)) + p["dt_bias"]
+        logits = _linear(p, "decay_up", _linear(p, "decay_down", x)) + p["dt_bias"]
         logits = _heads(logits, len(p["a_log"]))
-        gate = _sigmoid(_map(p, "gate_up", _map(p, "gate_down", x)))
+        gate = _sigmoid(_linear(p, "gate_up", _linear(p, "gate_down", x)))
     if name != "delta_net":
         alpha = torch.exp(-torch.exp(p["a_log"])[:, None] * torch.log1p(torch.exp(logits)))
-    write = _heads(_sigmoid(_map(p, "w_proj", x)), value_heads) if name == "gdn2" else beta
+    write = _heads(_sigmoid(_linear(p, "w_proj", x)), value_heads) if name == "gdn2" else beta
     o = p["norm_weight"] * _rms_norm(_delta(q, k, v, alpha, beta, write), options.get("norm_eps", 1e-5))
-    return _map(p, "out_proj", o.flatten(1) * gate.flatten(1))
+    return _linear(p, "out_proj", o.flatten(1) * gate.flatten(1))
 
 
 delta_net, gated_delta_net, kda, gdn2 = (
@@ -287,14 +287,14 @@ def rwkv7(p: Weights, x: Tensor, heads: int, values: Tensor | None = None) -> tu
     """Return the output and the values of the first layer. values: None in the first layer."""
     before = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
     x_r, x_w, x_k, x_v, x_a, x_g = (x + (before - x) * p[f"mix_{name}"] for name in "rwkvag")
-    r, k, v = _map(p, "r_proj", x_r), _map(p, "k_proj", x_k), _map(p, "v_proj", x_v)
-    alpha = torch.exp(-math.exp(-0.5) * _sigmoid(_map(p, "decay_up", torch.tanh(_map(p, "decay_down", x_w)))))
-    rate = _sigmoid(_map(p, "rate_up", _map(p, "rate_down", x_a)))
-    gate = _map(p, "gate_up", _sigmoid(_map(p, "gate_down", x_g)))
+    r, k, v = _linear(p, "r_proj", x_r), _linear(p, "k_proj", x_k), _linear(p, "v_proj", x_v)
+    alpha = torch.exp(-math.exp(-0.5) * _sigmoid(_linear(p, "decay_up", torch.tanh(_linear(p, "decay_down", x_w)))))
+    rate = _sigmoid(_linear(p, "rate_up", _linear(p, "rate_down", x_a)))
+    gate = _linear(p, "gate_up", _sigmoid(_linear(p, "gate_down", x_g)))
     if values is None:
         values = v
     else:
-        v = v + (values - v) * _sigmoid(_map(p, "value_up", _map(p, "value_down", x_v)))
+        v = v + (values - v) * _sigmoid(_linear(p, "value_up", _linear(p, "value_down", x_v)))
     kappa = _heads(k * p["removal_scale"], heads)
     kappa = kappa / torch.sqrt((kappa**2).sum(-1, keepdim=True) + 1e-6)
     k = k * (1 + (rate - 1) * p["key_scale"])
@@ -308,4 +308,4 @@ def rwkv7(p: Weights, x: Tensor, heads: int, values: Tensor | None = None) -> tu
             out[t, h] = r[t, h] @ state
     normed = _layer_norm(out, 1e-5 * k.shape[-1]).flatten(1) * p["norm_weight"] + p["norm_bias"]
     bonus = ((r * k * p["bonus"].view(heads, -1)).sum(-1, keepdim=True) * v).flatten(1)
-    return _map(p, "out_proj", (normed + bonus) * gate), values
+    return _linear(p, "out_proj", (normed + bonus) * gate), values

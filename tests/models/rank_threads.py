@@ -59,7 +59,7 @@ class _Gather(torch.autograd.Function):
 
 
 def over_ranks(count: int, work: Callable[[int], Any], meeting: Meeting | None = None) -> list[Any]:
-    """work(index) in `count` threads, each under context parallelism; the results in order."""
+    """Call work(index) in `count` threads, each under context parallelism. Return the results in order."""
     meeting = meeting or Meeting(count)
     results: list[Any] = [None] * count
 

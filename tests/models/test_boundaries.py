@@ -14,7 +14,7 @@ ON_USE = {"fla", "triton", "transformers"}
 
 
 def imports(tree: ast.Module) -> list[tuple[str, bool]]:
-    """Top-level names of absolute imports, and whether they stand in a function."""
+    """Return the top-level names of absolute imports, and whether each is inside a function."""
     inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
     found = []
     for node in ast.walk(tree):

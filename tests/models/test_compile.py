@@ -1,4 +1,4 @@
-"""torch.compile of a block gives what the block gives."""
+"""A compiled block equals the block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def block(mixer: str) -> Block:
 
 @pytest.mark.parametrize("mixer", ["metala", "attention"])
 def test_graphs_and_their_gradients(mixer):
-    """Without generated code, which takes long to build."""
+    """Trace without generated code, which takes long to build."""
     plain, compiled = block(mixer), block(mixer)
     compiled.load_state_dict(plain.state_dict())
     compiled.compile(backend="aot_eager")

@@ -1,4 +1,4 @@
-"""What `recompute_elementwise` saves and recomputes, and that no gradient changes by a bit."""
+"""Tensors that `recompute_elementwise` saves and recomputes; gradients are bitwise equal."""
 
 from __future__ import annotations
 

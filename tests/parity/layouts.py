@@ -117,7 +117,7 @@ def model_config(model: str, **changes: Any) -> ModelConfig:
         "intermediate_size": 128,
         **MODELS.get(model, {"mixers": (model,)}),
     }
-    if model == "mamba":  # its selection reads all channels of a group, so that one group cannot be cut
+    if model == "mamba":  # a layer of one group cannot be cut
         values["mixer_options"] = {"mamba": {"groups": 2}}
     return ModelConfig(**{**values, **changes})
 
@@ -140,10 +140,10 @@ def steps_of(case: LayoutCase) -> list[list[dict[str, Tensor]]]:
 
 
 def steps(masked: bool = False, packed: bool = False) -> list[list[dict[str, Tensor]]]:
-    """`STEPS` steps of `MICRO_BATCHES` micro-batches of 2 samples; labels without loss, unevenly over micro-batches.
+    """Return `STEPS` steps of `MICRO_BATCHES` micro-batches of 2 samples. Later micro-batches have fewer labels.
 
-    masked: the tokens are labels themselves, and those that have one are hidden; rows of unequal length are padded.
-    packed: both samples are one row of documents, which begin anywhere; one of them is empty.
+    masked: labelled tokens are replaced by token 1; rows of unequal length are padded.
+    packed: both samples are one row of documents, one of them empty.
     """
     generator = torch.Generator().manual_seed(7)
     out = []
@@ -356,7 +356,7 @@ def cases(processes: int) -> list[LayoutCase]:
         rest = [mixer for mixer in MIXERS if mixer not in (*MODELS, *MODELS["delta_rule"]["mixers"], "lion", "rwkv7")]
         selected += [LayoutCase(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], SHORT) for mixer in rest]
         # Sequence parallelism sums the gradients of all replicated parameters. Without it, the sharding spec decides.
-        whole = [m for m in rest if any("replicated" in word for word in MIXERS[m].tensor_parallel_plan.values())]
+        whole = [m for m in rest if any("replicated" in spec for spec in MIXERS[m].tensor_parallel_plan.values())]
         selected += [LayoutCase(mixer, "tensor2", EVERY[2]["tensor2"], SHORT) for mixer in whole]
         split = [mixer for mixer in rest if getattr(MIXERS[mixer], "supports_context_parallel", False)]
         selected += [LayoutCase(mixer, "context2", CONTEXT[2]["context2"], SHORT) for mixer in split]

@@ -1,4 +1,4 @@
-"""The metrics file, what stays of it after a kill and a resume, and the progress display."""
+"""The metrics file, its lines after a kill and a resume, and the progress display."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_resume_removes_later_steps_and_a_cut_last_line(tmp_path: Path) -> None:
     after = file.read_text().splitlines()
     assert after[:4] == before[:4], "lines that stay are untouched"
     assert [json.loads(line)["step"] for line in after] == [1, 2, 3, 4, 5, 6, 7]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"], "nothing is left aside"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"], "no temporary file is left"
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_evaluation_of_the_resumed_step_stays_unless_it_is_repeated(
     MetricsLogger(
         tmp_path, total_steps=total, initial_step=6, measures_again=again, keep_previous=again, progress_bar=False
     ).close()
-    left = [line["kind"] for line in read_metrics(tmp_path) if line["step"] == 6]
-    assert left == ["train", "checkpoint", "stop", *(measured if kept else ())]
+    remaining = [line["kind"] for line in read_metrics(tmp_path) if line["step"] == 6]
+    assert remaining == ["train", "checkpoint", "stop", *(measured if kept else ())]
     assert len([line for line in read_metrics(tmp_path) if line["step"] == 5]) == 8
     previous = tmp_path / "metrics.previous.jsonl"
     assert previous.read_text() == before if again else not previous.exists()
@@ -146,7 +146,7 @@ def test_wrong_values_are_refused(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
 
 
-def test_plain_lines_are_sparse_and_name_what_matters() -> None:
+def test_plain_lines_are_sparse_and_show_the_main_values() -> None:
     stream = io.StringIO()
     progress = _Progress(1000, 0, stream)
     for step in range(1, 1001):
@@ -230,7 +230,7 @@ def test_on_a_terminal_there_is_one_bar(tmp_path: Path, size: tuple[int, int]) -
     assert bars[0].startswith("train  25%|")
     assert "40/40" in bars[-1]
     assert "loss 2.5000, tokens/s 5,000" in bars[-1]
-    assert sum("40/40" in line and "validation 25%" in line for line in bars) == 1, "not more often than can be read"
+    assert sum("40/40" in line and "validation 25%" in line for line in bars) == 1, "at most two updates per second"
     assert sum("validation  loss 2.2500" in line for line in shown) == 1
 
 

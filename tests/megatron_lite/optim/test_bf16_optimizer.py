@@ -1,4 +1,4 @@
-"""The bf16 optimizer's passes over what one of several replicas has, and which optimizers have their step replaced."""
+"""The bf16 optimizer: the passes of one of several replicas, whole steps, and the optimizers whose step is replaced."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lite.engine.deepspeed import import_deepspeed
-from megatron_lite.optim import bf16_optimizer as bf16_step
+from megatron_lite.optim import bf16_optimizer
 
-# Of two groups. Over three replicas, the second's tensors are cut, the third has of the second group padding alone.
+# Shapes of two groups. With three replicas, the second replica has cut tensors, and the third only padding of the second group.
 SHAPES = [[(5, 7), (40,), (3,), (9, 5)], [(2,), (1,)]]
 OPTIONS = [
     {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1},
@@ -24,7 +24,7 @@ OPTIONS = [
 
 
 def scattered(seed: int, device: str) -> list[list[Tensor]]:
-    """One tensor a parameter."""
+    """Return one tensor per parameter."""
     generator = torch.Generator().manual_seed(seed)
     return [[torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in g] for g in SHAPES]
 
@@ -34,7 +34,7 @@ def flat(group: list[Tensor]) -> Tensor:
 
 
 def optimizer(tensor_rank: int | None, device: str) -> Any:
-    """DeepSpeed's, of the replica that `torch.distributed` says, in which some tensors are others' to count."""
+    """Return DeepSpeed's optimizer of the rank of `torch.distributed`. Other ranks count some of its tensors in the norm."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     groups = [[nn.Parameter(x) for x in group] for group in scattered(0, device)]
@@ -55,7 +55,7 @@ def optimizer(tensor_rank: int | None, device: str) -> Any:
 def check_parts(
     monkeypatch: pytest.MonkeyPatch, arithmetic: Callable[[Any], Any], replicas: int, tensor_rank: int, device: str
 ) -> None:
-    """Two steps of two micro-batches against AdamW on all of it."""
+    """Compare two steps of two micro-batches over all replicas with AdamW on the whole tensors."""
     deepspeed = import_deepspeed()
     whole = [nn.Parameter(flat(group)) for group in scattered(0, device)]
     expected = torch.optim.AdamW([{"params": [p], **o} for p, o in zip(whole, OPTIONS, strict=True)])
@@ -81,11 +81,13 @@ def check_parts(
             missing: list[list[Tensor | None]] = [[a[0][0], a[0][1], None, a[0][3]], [*a[1]]]
             later: list[list[Tensor | None]] = [[b[0][0], None, b[0][2], b[0][3]], [*b[1]]]
             for group, total in enumerate(zero.fp32_groups_gradients_flat):
-                total[: zero.fp32_groups_actual_gradients_flat[group].numel()] = torch.nan  # what was there before
+                total[: zero.fp32_groups_actual_gradients_flat[group].numel()] = (
+                    torch.nan
+                )  # leftovers of the previous step
                 passes.add(group, missing[group], True)
                 passes.add(group, later[group], False)
-                own = total.view(replicas, -1)
-                own[torch.arange(replicas, device=device) != rank] = torch.nan  # of no meaning after the reduction
+                slices = total.view(replicas, -1)
+                slices[torch.arange(replicas, device=device) != rank] = torch.nan  # undefined after the reduction
             with torch.no_grad():
                 found[step] += passes.square(None).item()
                 passes.update(None, factor)
@@ -104,8 +106,10 @@ def check_parts(
 def check_steps(
     monkeypatch: pytest.MonkeyPatch, *, kernels: bool, accumulation: int, release: bool, device: str
 ) -> None:
-    """Steps that are clipped, not clipped, skipped and without clipping against AdamW, in each micro-batch of which one
-    parameter has no gradient."""
+    """Compare clipped, unclipped and skipped steps, and one without clipping, with AdamW.
+
+    One parameter has no gradient in each micro-batch.
+    """
     import_deepspeed()
     resize = torch.UntypedStorage.resize_
 
@@ -115,7 +119,7 @@ def check_steps(
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
     zero, engine = optimizer(None, device), SimpleNamespace(gradient_accumulation_steps=lambda: accumulation)
-    bf16_step.patch_bf16_optimizer(engine, zero, 1, release=release, kernels=kernels)
+    bf16_optimizer.patch_bf16_optimizer(engine, zero, 1, release=release, kernels=kernels)
     parameters = [p for group in zero.bf16_groups for p in group]
     sums = [total.untyped_storage() for total in zero.fp32_groups_gradients_flat]
     whole = [nn.Parameter(flat(group)) for group in scattered(0, device)]
@@ -127,12 +131,12 @@ def check_steps(
         for micro in range(accumulation):
             given = [x * size for group in scattered(5 * step + micro + 1, device) for x in group]
             for index, (parameter, gradient) in enumerate(zip(parameters, given, strict=True)):
-                if kernels:  # as it need not be for torch, which says so
+                if kernels:  # not contiguous; PyTorch's functions refuse it
                     gradient = gradient.T.contiguous().T
                 parameter.grad = None if index == micro else gradient
                 gradients[index] += 0.0 if index == micro else gradient
             zero.update_hp_grads()
-        # Nothing is to be summed over one micro-batch, which torch's functions take from the sums all the same.
+        # The kernels read the gradients of one micro-batch in place; PyTorch's functions always read the sums.
         assert any(p.grad is not None for p in parameters) == (kernels and accumulation == 1)
         held = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
         del given, gradient
@@ -161,7 +165,7 @@ def check_steps(
 @pytest.mark.parametrize("tensor_rank", [0, 1])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_every_replica_counts_and_updates_its_part(grid, monkeypatch, replicas, tensor_rank):
-    check_parts(monkeypatch, bf16_step._Torch, replicas, tensor_rank, "cpu")
+    check_parts(monkeypatch, bf16_optimizer._Torch, replicas, tensor_rank, "cpu")
 
 
 @pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
@@ -177,7 +181,7 @@ def test_optimizers_whose_step_is_replaced(monkeypatch, state, stages, replicas,
     """Replace the step of the bf16 optimizer, and of ZeRO 1 with bf16 state on one process without a pipeline."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-    monkeypatch.setattr(bf16_step, "_Kernels", lambda zero: None)
+    monkeypatch.setattr(bf16_optimizer, "_Kernels", lambda zero: None)
     engine = SimpleNamespace(gradient_accumulation_steps=lambda: micro_batches, enable_backward_allreduce=True)
     if stages > 1:
         engine.pipeline_enable_backward_allreduce = True
@@ -191,7 +195,7 @@ def test_optimizers_whose_step_is_replaced(monkeypatch, state, stages, replicas,
         zero.bf16_master_weights_and_gradients, zero.partition_gradients = True, state == "bf16, ZeRO 2"
     else:
         zero.bf16_master_weights_and_gradients = True
-    bf16_step.patch_bf16_optimizer(engine, zero, replicas, release=False, kernels=kernels)
+    bf16_optimizer.patch_bf16_optimizer(engine, zero, replicas, release=False, kernels=kernels)
     alone = kernels and replicas == 1 and stages == 1
     replaced = state == "float32" or (state == "bf16" and alone)
     assert hasattr(zero, "skip_next") == replaced

@@ -22,7 +22,7 @@ def state_of(engine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_is_adamw_on_bf16(build, stage):
-    """Against torch's AdamW on the same gradients, clipped by the same norm."""
+    """Compare with AdamW's first step, computed from the gradients that the moments hold."""
     (step,) = batches(1)
     engine = build(model_config(), zero_stage=stage, **NARROW, optimizer={"gradient_clipping": 0.0})
     before = {name: tensor for name, tensor in state_of(engine).items() if name.endswith(" weight")}
@@ -31,7 +31,7 @@ def test_a_step_is_adamw_on_bf16(build, stage):
     after = state_of(engine)
     for name, weight in before.items():
         moment = after[name.replace(" weight", " exp_avg")].float()
-        # The first step of Adam: the gradient is the moment / (1 - beta), its root of the square the gradient's size.
+        # After the first step of AdamW, the gradient is the moment / (1 - beta).
         gradient = moment / 0.1
         decay = 1 - LR * 0.1 * (name.count("norm") + name.count("bias") + name.count("embedding") == 0)
         expected = weight.float() * decay - LR * gradient / (gradient.abs() + 1e-8)
@@ -80,7 +80,7 @@ def test_resume_is_exact_and_any_state_reads_any_checkpoint(build, tmp_path, sta
     wide = build(model_config(), seed=5, zero_stage=1, dtype="bf16")
     Checkpointer(wide, tmp_path).load()
     found = state_of(wide)
-    # float32 holds what bf16 held; other stages cut it elsewhere.
+    # float32 represents every bf16 number; other stages cut the state elsewhere.
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         both = (
             [tensors[name].float().flatten() for name in sorted(tensors) if name.endswith(f" {kind}")]

@@ -1,4 +1,4 @@
-"""The optimizer's kernels against torch, and training steps by them against those by torch."""
+"""The optimizer's kernels, and training steps with them, against PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import megatron_lite.engine.engine
-from megatron_lite.optim import bf16_optimizer as bf16_step
+from megatron_lite.optim import bf16_optimizer
 from megatron_lite.parallel.grid import init_grid
 from tests.megatron_lite.conftest import batches, model_config
 from tests.megatron_lite.optim.test_bf16_optimizer import check_parts, check_steps
@@ -27,7 +27,7 @@ def grid(device: str):
 
 
 def scattered(sizes: list[int], dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
-    """Gradients that lie apart, one in seven of them zero."""
+    """Return gradients in separate memory, every seventh element zero."""
     generator = torch.Generator().manual_seed(seed)
     gradients = [torch.randn(size, generator=generator) * (torch.arange(size) % 7 > 0) for size in sizes]
     return [gradient.to(device, dtype) for gradient in gradients]
@@ -38,10 +38,10 @@ def scattered(sizes: list[int], dtype: torch.dtype, device: str, seed: int = 0) 
 def test_ten_updates_equal_those_of_torch(device: str, dtype: torch.dtype, sizes: list[int]) -> None:
     from megatron_lite.optim.fused_adamw import FlatSegments
 
-    # An epsilon that shows whether it is added before or after the moment's correction.
+    # With this epsilon the result depends on whether it is added before or after the bias correction.
     values = {"betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
     start = torch.cat(scattered(sizes, torch.float32, device, seed=9))
-    # In float64 and, for what rounding does, in float32.
+    # In float64, and in float32 to measure the effect of rounding.
     expected, rounded = torch.nn.Parameter(start.double()), torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([expected], lr=0.0, **values)
     other = torch.optim.AdamW([rounded], lr=0.0, fused=True, **values)
@@ -112,7 +112,7 @@ def test_sums_over_micro_batches(device: str) -> None:
 def test_every_replica_counts_and_updates_its_part(
     grid, monkeypatch: pytest.MonkeyPatch, device: str, replicas: int, tensor_rank: int
 ) -> None:
-    check_parts(monkeypatch, bf16_step._Kernels, replicas, tensor_rank, device)
+    check_parts(monkeypatch, bf16_optimizer._Kernels, replicas, tensor_rank, device)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -138,7 +138,7 @@ def test_steps_with_kernels_equal_those_with_torch(
         )
         engine = build(model_config(), dtype="bf16", accumulation=1, optimizer={"name": optimizer})
         zero = engine._engine.optimizer
-        assert isinstance(zero.step.__self__._arithmetic, bf16_step._Kernels if kernels else bf16_step._Torch)
+        assert isinstance(zero.step.__self__._arithmetic, bf16_optimizer._Kernels if kernels else bf16_optimizer._Torch)
         steps_done = []
         for index, step in enumerate(steps):
             if index == 5:

@@ -1,4 +1,4 @@
-"""The mean over replicas, piece by piece, where a process owns it."""
+"""The mean over replicas of a rank's slice of the gradients, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_lite.optim import bf16_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket", [12, 15, 1 << 20])
 def test_local_slice_is_the_mean_and_the_others_stay(monkeypatch, dtype, bucket):
-    """Process 1 of 3, whose collective gives a sum when it is waited for."""
+    """Run process 1 of 3, whose collective writes the sum when it is waited for."""
     flats = [torch.randn(3 * 10, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
-    own, at = flats[1].clone(), 0
+    gradients, at = flats[1].clone(), 0
 
     def reduce_scatter(total: Tensor, sent: Tensor, group: Any, async_op: bool) -> SimpleNamespace:
         nonlocal at
@@ -32,8 +32,8 @@ def test_local_slice_is_the_mean_and_the_others_stay(monkeypatch, dtype, bucket)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(bf16_optimizer, "reduce_scatter_single", reduce_scatter)
-    bf16_optimizer.average_local_slice(own, "replicas", dtype)
+    bf16_optimizer.average_local_slice(gradients, "replicas", dtype)
     a, b, c = (flat.view(3, 10)[1].to(dtype) for flat in flats)
     assert at == 10
-    assert torch.equal(own.view(3, 10)[1], (a + b + c).float() / 3)
-    assert torch.equal(own.view(3, 10)[::2], flats[1].view(3, 10)[::2])
+    assert torch.equal(gradients.view(3, 10)[1], (a + b + c).float() / 3)
+    assert torch.equal(gradients.view(3, 10)[::2], flats[1].view(3, 10)[::2])

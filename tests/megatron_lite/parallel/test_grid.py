@@ -1,4 +1,4 @@
-"""Places of processes."""
+"""The coordinates of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training FLOPs against 6 N, and which peak a device name gets."""
+"""Training FLOPs against 6 N, and the peak FLOP/s by device name."""
 
 import time
 
@@ -17,8 +17,8 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 
 
-class Product:
-    """A linear map without a bias: one multiply-add a weight and token."""
+class Projection:
+    """A linear layer without a bias: one multiply-add per weight and token."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self.weights = rows * columns
@@ -28,14 +28,14 @@ class Product:
 
 
 def test_training_is_three_forward_passes() -> None:
-    layers = [Product(8, 4), Product(16, 8)]
+    layers = [Projection(8, 4), Projection(16, 8)]
     weights = 8 * 4 + 16 * 8
     assert training_flops_per_token(layers, 0) == 6 * weights
     assert training_flops_per_token(layers, 10) == 6 * weights + 60
 
 
 def test_head_of_a_masked_model_runs_at_labelled_positions() -> None:
-    body, head = Product(8, 4), Product(16, 8)
+    body, head = Projection(8, 4), Projection(16, 8)
     assert forward_flops([body, head], 10, 0.25) == [2 * 8 * 4 + 10, 0.25 * (2 * 16 * 8 + 10)]
     assert training_flops_per_token([body, head], 0, 0.25) == 6 * (8 * 4 + 0.25 * 16 * 8)
 
@@ -47,7 +47,7 @@ def test_real_model_is_near_six_flops_per_weight() -> None:
     weights = sum(p.numel() for p in model.parameters())
     flops = training_flops_per_token([model.embedding, *model.blocks, model.head], 2048)
     assert weights == pytest.approx(360.0e6, rel=1e-3)
-    # The recurrence comes on top of the products with weights: 4 dk dv and the inside of a chunk, a head and token.
+    # The recurrence adds 4 dk dv and the matmuls within a chunk, per head and token, to the matmuls with weights.
     assert 1.0 < flops / (6 * weights) < 1.1
 
 
@@ -100,12 +100,12 @@ def test_every_entry_is_dense_and_consistent() -> None:
 def test_a_cpu_is_measured() -> None:
     threads = torch.get_num_threads()
     measured = measure_peak_flops(torch.device("cpu"), "fp32", seconds=0.05)
-    assert 1e9 < measured < 1e12 * threads, "between one and a thousand GFLOP/s a thread"
+    assert 1e9 < measured < 1e12 * threads, "between one and a thousand GFLOP/s per thread"
     assert 0.1 < peak_flops(torch.device("cpu"), "fp32") / measured < 10
 
 
 def test_measured_peak_is_the_fastest_of_at_least_two_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 0.0, 4.0, 4.0, 6.0, 7.0])  # the start; two products, of 4 and of 2 seconds; the end
+    times = iter([0.0, 0.0, 4.0, 4.0, 6.0, 7.0])  # the start; two matmuls of 4 and 2 seconds; the end
     monkeypatch.setattr(time, "perf_counter", lambda: next(times))
     assert measure_peak_flops(torch.device("cpu"), "bf16", seconds=1.0) == 2 * 1024**3 / 2
 

@@ -33,7 +33,7 @@ def test_decay_parameters_have_no_weight_decay(name: str) -> None:
     assert kinds["a_log"] == "decay"
 
 
-def test_rwkv7_equals_its_equations_and_hands_on_the_first_values() -> None:
+def test_rwkv7_equals_its_equations_and_returns_the_first_values() -> None:
     first, second = (build(("rwkv7", {}), torch.float64, layer=layer) for layer in (0, 1))
     x = tokens(70, dtype=torch.float64)
     weights = [{k: v.detach() for k, v in mixer.named_parameters()} for mixer in (first, second)]

@@ -111,7 +111,7 @@ def test_decode_without_prefill_equals_forward():
 
 
 def padded(x: Tensor, left: list[int], right: list[int]) -> tuple[Tensor, Tensor]:
-    """Rows of x behind and before padding of random values; all rows end up of one length."""
+    """Return rows of x with random padding on both sides, and their mask. All rows have one length."""
     length = x.shape[1] + max(a + b for a, b in zip(left, right, strict=True))
     rows, mask = torch.randn(len(x), length, x.shape[2], dtype=x.dtype) * 100, torch.zeros(len(x), length)
     for i, a in enumerate(left):
@@ -122,7 +122,7 @@ def padded(x: Tensor, left: list[int], right: list[int]) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize(("left", "right"), [([3, 0], [0, 3]), ([5, 5], [0, 0]), ([0, 0], [2, 2]), ([1, 2], [4, 3])])
 def test_padding_changes_no_real_token(left, right):
-    """Neither outputs nor the state that the next call goes on from; the next call padded as well."""
+    """Compare outputs and states of two consecutive padded calls with one call without padding."""
     layer = mixer()
     x = torch.randn(2, 18, 32, dtype=torch.float64)
     expected = layer(x)
@@ -162,7 +162,7 @@ def test_padding_has_no_gradient_and_adds_none():
 
 
 def test_packed_segments_equal_runs_apart():
-    """Reset of the state and of the convolution; lengths under the kernel, and none; states go on in packed form."""
+    """Test segments shorter than the kernel, and empty ones. The next packed call continues each state."""
     layer = mixer()
     bounds = [0, 7, 7, 9, 10, 30]
     x = torch.randn(1, 30, 32, dtype=torch.float64)
@@ -183,24 +183,18 @@ def test_head_count_follows_from_weight_shapes():
     for part in range(2):
         cut = mixer()
         cut.load_state_dict(whole.state_dict())
-        for name, word in MetaLA.tensor_parallel_plan.items():
+        for name, spec in MetaLA.tensor_parallel_plan.items():
             target = getattr(cut, name)
-            if word == "column" and target is not None:
+            if spec == "column" and target is not None:
                 target.weight.data = target.weight.chunk(2, 0)[part]
                 if target.bias is not None:
                     target.bias.data = target.bias.chunk(2, 0)[part]
-            elif word == "row":
+            elif spec == "row":
                 target.weight.data = target.weight.chunk(2, 1)[part]
-            elif word == "heads" and target is not None:
+            elif spec == "heads" and target is not None:
                 target.data = target.chunk(2, 0)[part]
         total = total + cut(x)
     torch.testing.assert_close(total, whole(x), rtol=0, atol=1e-10)
-
-
-def test_every_parameter_has_a_sharding_spec():
-    layer = mixer(key_projection=True)
-    for name, _ in layer.named_parameters():
-        assert name.split(".")[0] in MetaLA.tensor_parallel_plan, name
 
 
 def test_bfloat16_keys_are_computed_in_float32():

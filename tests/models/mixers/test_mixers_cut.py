@@ -16,8 +16,8 @@ from megatron_lite.parallel.sharding_plan import sharding_specs
 from models.mixers import MIXERS
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
 
-# Mamba's selection reads all channels of a group, so that a layer of one group cannot be cut.
-# Nor can one whose norm takes all channels together.
+# Mamba's selection reads all channels of a group: a layer of one group cannot be cut. The same holds for a norm over all
+# channels.
 CUT = [
     (name, {"groups": 2}) if name == "mamba" else (name, options)
     for name, options in CASES
@@ -97,11 +97,11 @@ class _Row(nn.Module):
 
 
 def _cut(mixer: nn.Module, rank: int, exchange: _Exchange) -> nn.Module:
-    words = sharding_specs(mixer)
+    specs = sharding_specs(mixer)
     piece = copy.deepcopy(mixer)
     for name, parameter in mixer.named_parameters():
         *path, local = name.split(".")
-        if words[name] in ("column", "heads"):
+        if specs[name] in ("column", "heads"):
             half = parameter.detach().chunk(2, 0)[rank].clone()
             setattr(piece.get_submodule(".".join(path)), local, nn.Parameter(half))
     for name, buffer in mixer.named_buffers():
@@ -110,7 +110,7 @@ def _cut(mixer: nn.Module, rank: int, exchange: _Exchange) -> nn.Module:
         if owner.tensor_parallel_plan.get(local) == "heads":
             setattr(owner, local, buffer.chunk(2, 0)[rank])
     for name, module in mixer.named_modules():
-        if isinstance(module, nn.Linear) and words[f"{name}.weight"] == "row":
+        if isinstance(module, nn.Linear) and specs[f"{name}.weight"] == "row":
             *path, local = name.split(".")
             bias = None if module.bias is None else module.bias.detach()
             row = _Row(module.weight.detach().chunk(2, 1)[rank], bias, rank, exchange)

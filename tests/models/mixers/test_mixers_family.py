@@ -42,7 +42,7 @@ every_two_way_case = pytest.mark.parametrize("case", [case for case in CASES if 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in EQUATIONS], ids=name_of)
 @pytest.mark.parametrize("layer", [0, 1])
 def test_equations_of_the_paper(case: tuple[str, dict[str, Any]], layer: int) -> None:
-    """70 tokens, more than one chunk of the linear-time form."""
+    """Compare 70 tokens, more than one chunk of the linear-time form."""
     name, options = case
     mixer = build(case, torch.float64, layer=layer)
     x = tokens(70, dtype=torch.float64)
@@ -130,7 +130,7 @@ def test_padding_changes_nothing(case: tuple[str, dict[str, Any]], side: str) ->
 
 @every_case
 def test_packed_segments_are_separate_runs(case: tuple[str, dict[str, Any]]) -> None:
-    """Empty segments included; and each segment goes on from its own state."""
+    """Test empty segments too. Each segment continues from its own state."""
     mixer, x = build(case), tokens(75)
     bounds = [0, 5, 5, 69, 75, 75]
     pieces = [x[:, a:b] for a, b in pairwise(bounds)]
@@ -160,7 +160,7 @@ def _delta_rule(o: dict[str, Any], dim_k: int, dim_v: int) -> int:
     return o.get("num_value_heads", 4) * (64 * (3 * dim_k + 2 * dim_v) + 6 * dim_k * dim_v)
 
 
-# What a token of a sequence of 100 costs beside its matrices, in d = 32 with 4 heads.
+# FLOPs per token of a sequence of 100 tokens besides the matrices, for d = 32 and 4 heads.
 OPERATORS: dict[str, Callable[[dict[str, Any]], int]] = {
     # The case with a window of 5 has 4 heads of 12 and reads 5 - 25 / 200 keys in the mean.
     "attention": lambda o: 936 if "window" in o else (2 if o.get("causal", True) else 4) * 32 * 100,
@@ -176,7 +176,7 @@ OPERATORS: dict[str, Callable[[dict[str, Any]], int]] = {
         (1 if o.get("causal", True) else 2)
         * _chunks(4, 8, 8 + (8 if o.get("decay_per") == "value_channel" else 1) * o.get("scaled", True))
     ),
-    # A, of which no product is formed, is none of the matrices.
+    # `a_log` has two dimensions, but multiplies elementwise.
     "mamba": lambda o: 64 * (7 * 16 + 2) - 2 * 64 * 16,
     "mamba2": lambda o: _chunks(4, 128, 16),
     "metala": lambda o: _chunks(4, int(8 * o.get("expand_k", 0.5)), 8),
@@ -243,7 +243,7 @@ def test_padding_in_packed_segments_changes_nothing(case: tuple[str, dict[str, A
         return
     follow, ends = tokens(16, dtype=torch.float64), [0, 2, 4, 7, 9, 13, 16]
     mask = torch.ones(1, 16, dtype=torch.bool)
-    # Nothing but padding comes after the third, which keeps its state.
+    # The third segment continues with padding alone, and keeps its state.
     mask[:, [0, 4, 5, 6, 7, 12]] = False
     y, state = mixer(follow, mask=mask, cu_seqlens=torch.tensor(ends), state=state, return_state=True)
     last = tokens(6, dtype=torch.float64)
@@ -269,7 +269,7 @@ def test_gradients_equal_finite_differences(case: tuple[str, dict[str, Any]]) ->
 
 @every_case
 def test_every_parameter_has_a_finite_gradient(case: tuple[str, dict[str, Any]]) -> None:
-    """Also far from the usual range of inputs."""
+    """Test inputs of the usual size, and 100 times as large."""
     mixer = build(case)
     for scale in (1.0, 100.0):
         mixer.zero_grad()

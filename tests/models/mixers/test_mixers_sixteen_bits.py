@@ -1,4 +1,4 @@
-"""Mixers in 16 bits: what is rounded, what stays in float32, sums above the largest float16."""
+"""Mixers in 16 bits: rounding, float32 decays, and sums above the largest float16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models.mixer_cases import CASES, build, name_of, tokens
 from tests.models.rank_threads import over_ranks
 
 
-def _never_forgets(case: tuple[str, dict[str, Any]]) -> bool:
+def _has_no_decay(case: tuple[str, dict[str, Any]]) -> bool:
     return (
         case[0] in ("attention", "delta_net", "linear_attention", "normalised_attention")
         or case[1].get("variant") == "lit"
@@ -29,7 +29,7 @@ def _never_forgets(case: tuple[str, dict[str, Any]]) -> bool:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_sixteen_bits(case: tuple[str, dict[str, Any]]) -> None:
-    """Against float32 with the same (rounded) parameters."""
+    """Compare with float32 at the same (rounded) parameters."""
     mixer, x = build(case).bfloat16(), tokens(70).bfloat16()
     got = mixer(x)
     expected = mixer.float()(x.float())
@@ -37,7 +37,7 @@ def test_sixteen_bits(case: tuple[str, dict[str, Any]]) -> None:
     assert ((got.float() - expected).norm() / expected.norm()).item() < 0.05
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not _never_forgets(case)], ids=name_of)
+@pytest.mark.parametrize("case", [case for case in CASES if not _has_no_decay(case)], ids=name_of)
 def test_log_decays_stay_float32_in_sixteen_bits(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any]]
 ) -> None:
@@ -79,7 +79,7 @@ def test_gated_head_norm_rounds_once(norm: str) -> None:
     ids=name_of,
 )
 def test_normalizers_above_the_largest_float16(case: tuple[str, dict[str, Any]]) -> None:
-    """Outputs, the state and gradients; the first half of the tokens makes a state that the others go on from."""
+    """Compare outputs, state and gradients. The second half of the tokens continues the state of the first."""
     mixer, x = build(case, torch.float16, size=64, heads=1), (tokens(3000, size=64) + 0.5).half()
     results = []
     for dtype in (torch.float16, torch.float32):
@@ -95,7 +95,7 @@ def test_normalizers_above_the_largest_float16(case: tuple[str, dict[str, Any]])
 
 @pytest.mark.parametrize("weight", [1, 100])
 def test_normalizers_of_many_tokens_in_float16(weight: int) -> None:
-    """Room for a million tokens of this weight each; here 70,000, more than the largest number has of weight 1."""
+    """Sum 70,000 tokens: with weight 1 the sum is above the largest float16. The scale allows a million tokens."""
     q = torch.full((1, 70_000, 1, 1), weight**0.5, dtype=torch.float16)
     v = torch.full_like(q, 3.0)
     num, den, _ = linear_attention_with_normalizer(q, q, v, torch.zeros_like(q), weight=weight)

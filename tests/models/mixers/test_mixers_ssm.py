@@ -260,7 +260,7 @@ def test_gradients_pass_between_chunks_of_the_selective_scan() -> None:
 
 
 def test_rwkv4_keys_of_any_size() -> None:
-    """exp(k) overflows float32 from 89 on, and an early maximum may decay below what exp can hold."""
+    """Test keys above 89, whose exp overflows float32, and an early maximum that decays below the smallest number."""
     mixer = build("rwkv4").double()
     with torch.no_grad():
         x = tokens(1, 60).double()
@@ -277,7 +277,7 @@ def test_rwkv4_keys_of_any_size() -> None:
 
 
 def test_rwkv4_segments_have_separate_maxima() -> None:
-    """Relative to the large keys of the segment before, all weights of the next would be 0."""
+    """Weights relative to the large keys of the previous segment would all be 0."""
     mixer = build("rwkv4")
     with torch.no_grad():
         mixer.decay.fill_(-9.0)
@@ -291,7 +291,7 @@ def test_rwkv4_segments_have_separate_maxima() -> None:
 
 
 def test_rg_lru_closed_gates_have_finite_gradients() -> None:
-    """a_t = 1 exactly, where the slope of sqrt(1 - a^2) is infinite."""
+    """Test a_t = 1, where the slope of sqrt(1 - a^2) is infinite."""
     mixer = build("rg_lru")
     with torch.no_grad():
         mixer.decay_gate_bias.fill_(-200.0)
@@ -336,7 +336,7 @@ def assert_uniform(x: Tensor, low: float, high: float) -> None:
     assert abs(x.mean() - (low + high) / 2) < 5 * width / math.sqrt(12 * len(x))
 
 
-# Written out in d = 16: the sums of the shapes in the docstrings.
+# Parameters for d = 16, added up from the shapes in the docstrings.
 PARAMETERS = {
     # x, z, out: 3 * 16 * 32; conv 4 * 32; W (1 + 8) * 32; W_dt 32; b, D 2 * 32; A 32 * 4
     "mamba": 1536 + 128 + 288 + 32 + 64 + 128,

@@ -64,13 +64,13 @@ def test_initial_hgrn2_lower_bounds() -> None:
 
 def test_mamba2_norm_uses_the_models_epsilon() -> None:
     x = torch.randn(1, 5, 64)
-    # Beside so large a number the mean square is nothing, and the norm a division by 100 or 200.
+    # The mean square is negligible beside these epsilons: the norm divides by 100 or 200.
     one, other = (first("mamba2", hidden_size=64, num_heads=2, norm_eps=eps)(x) for eps in (1e4, 4e4))
     torch.testing.assert_close(one, 2 * other, rtol=1e-3, atol=1e-6)
 
 
 def test_initial_phases() -> None:
-    """Those of rotary positions, over the channels of a head (TransNormer) or of the layer (HGRN)."""
+    """Compare with rotary frequencies over the channels of a head (TransNormer) or of the layer (HGRN)."""
     theta = first("transnormer", {"phase_base": 100.0}, hidden_size=32, num_heads=4).theta
     torch.testing.assert_close(theta, 100.0 ** (-torch.arange(8) / 8).repeat(4))
     theta = first("hgrn", {"rotation": True}, hidden_size=32, num_heads=4).theta
