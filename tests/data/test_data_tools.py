@@ -134,7 +134,7 @@ def test_a_tokenizer_of_one_document(tmp_path, capsys, monkeypatch):
     assert "on the training text" in printed
 
 
-def test_a_kill_before_the_record_costs_no_more_than_the_training(tmp_path, monkeypatch):
+def test_kill_before_the_record_repeats_only_the_training(tmp_path, monkeypatch):
     words = ["--input", "stdlib/json", "--output", str(tmp_path / "t.model"), "--vocab-size", "400"]
 
     def killed(*_):
@@ -147,7 +147,7 @@ def test_a_kill_before_the_record_costs_no_more_than_the_training(tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.model", "t.model.json"]
 
 
-def test_a_trained_tokenizer_is_not_replaced_unasked(tmp_path, capsys, monkeypatch):
+def test_trained_tokenizer_is_replaced_only_with_overwrite(tmp_path, capsys, monkeypatch):
     output = tmp_path / "t.model"
 
     def run(*more: str) -> int:

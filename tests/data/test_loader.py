@@ -140,7 +140,7 @@ def test_reading_ahead_passes_an_error_on_and_then_ends():
     assert list(ahead) == []
 
 
-def test_closing_ends_the_thread_though_the_source_is_endless():
+def test_closing_ends_the_thread_of_an_endless_source():
     ahead = ReadAhead(itertools.count())
     assert next(ahead) == 0
     ahead.close()

@@ -54,7 +54,7 @@ def test_indentation_is_short_and_a_prompt_may_end_in_a_space(sentencepiece):
     )
 
 
-def test_a_word_after_a_context_changes_no_id_of_the_context_but_a_closing_space(sentencepiece):
+def test_following_word_changes_no_id_of_the_context_before_its_last(sentencepiece):
     """Evaluation splits context and continuation by the number of ids of the context."""
     for document in read_documents(stdlib_files("json")):
         for match in list(re.finditer(r"\S(?=\s+\S)", document.text))[::29]:
@@ -66,7 +66,7 @@ def test_a_word_after_a_context_changes_no_id_of_the_context_but_a_closing_space
             assert sentencepiece.decode(whole[: len(alone)]).rstrip() == context, document.text[match.end() :][:20]
 
 
-def test_a_batch_is_the_texts_one_by_one_for_any_number_of_threads(sentencepiece):
+def test_encoded_batch_equals_single_texts_for_any_number_of_threads(sentencepiece):
     texts = ["import asyncio\n", "", "a \u2581 b", "x" * 5000, *("def f(x):\n    return x\n" * n for n in range(20))]
     for tokenizer in (sentencepiece, load_tokenizer("bytes")):
         singles = [tokenizer.encode(text) for text in texts]
@@ -100,7 +100,7 @@ def test_a_vocabulary_that_the_text_cannot_fill(tmp_path):
         train_sentencepiece(["a"], tmp_path / "x.model", vocab_size=200)
 
 
-def test_an_interrupt_while_texts_are_read_is_one(tmp_path):
+def test_ctrl_c_during_training_raises_keyboard_interrupt(tmp_path):
     def texts():
         yield "a few words of text\n"
         raise KeyboardInterrupt

@@ -80,7 +80,7 @@ def test_several_members_are_one_stream(tmp_path):
 
 
 @pytest.mark.parametrize("block_bytes", [8, 64, 1 << 20])
-def test_blocks_cut_at_lines_whatever_their_size(tmp_path, monkeypatch, block_bytes):
+def test_blocks_of_any_size_end_at_line_ends(tmp_path, monkeypatch, block_bytes):
     texts = ["x" * n for n in (1, 300, 2, 50, 70, 1, 1)]
     path = tmp_path / "x.jsonl"
     path.write_bytes(lines(*texts))

@@ -128,7 +128,7 @@ def test_long_documents_have_a_share_of_their_own(tmp_path):
     assert Shares("documents", min_tokens=(0, 60)).of([prefix, prefix]) == pytest.approx([6 / 8, 2 / 8])
 
 
-def test_packings_that_cannot_be(tmp_path):
+def test_impossible_packings_are_refused(tmp_path):
     prefix = write(tmp_path / "x", [5, 20])
     with pytest.raises(ValueError, match="order 'neox' with packing 'best_fit': reshuffle is allowed"):
         packed(prefix, 1, order="neox")

@@ -120,7 +120,7 @@ def test_validation_predicts_every_token_exactly_once(tmp_path_factory, sizes, l
     assert len(labels) - total < length
 
 
-def test_some_of_the_sequences_are_as_a_file_of_them_alone(tmp_path):
+def test_selected_sequences_equal_a_file_with_only_these(tmp_path):
     prefix = write(tmp_path / "x", [5, 3, 0, 9, 4])
     with IndexedWriter(tmp_path / "y", np.dtype("<i4")) as writer:
         for number in (1, 2, 4):

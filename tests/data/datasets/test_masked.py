@@ -164,7 +164,7 @@ def test_end_tokens_are_kept_unless_all_documents_have_one(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_some_of_the_sequences_are_as_a_file_of_them_alone(tmp_path, tokenizer, layout):
+def test_selected_sequences_equal_a_file_with_only_these(tmp_path, tokenizer, layout):
     prefix = write(tmp_path / "x", [5, 3, 0, 9, 14])
     whole = IndexedTokens(prefix)
     with IndexedWriter(tmp_path / "y", np.dtype("<u2")) as writer:

@@ -63,7 +63,7 @@ def test_reader_of_expressions_computes_known_values() -> None:
     assert read(["[MED", "1", "4", "]"])[0] == 2  # 2.5, rounded down
 
 
-def test_every_expression_is_one_and_its_label_its_value() -> None:
+def test_label_is_the_value_of_the_expression() -> None:
     tokens, labels = listops(300, 600, shortest=100, seed=3)
     assert tokens.shape == (300, 600)
     assert labels.shape == (300, 1)

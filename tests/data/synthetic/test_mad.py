@@ -88,7 +88,7 @@ def test_noise_has_its_share_and_every_key_is_as_likely_the_last() -> None:
 
 
 @pytest.mark.parametrize(("task", "ids"), [("compression", 15), ("memorization", 127), ("selective_copying", 14)])
-def test_every_id_is_as_likely(task: str, ids: int) -> None:
+def test_ids_are_uniformly_distributed(task: str, ids: int) -> None:
     examples = TASKS[task](3000, seed=4)
     places = {"compression": examples.tokens[:, :-1], "memorization": examples.tokens[:, ::2]}
     drawn = places.get(task, examples.labels[:, -16:])

@@ -71,7 +71,7 @@ def test_the_place_of_a_query_follows_the_power_law() -> None:
     assert abs((drawn[:, 0] == 0).mean() - 4 / 7) < 0.01
 
 
-def test_every_ordered_choice_is_as_likely() -> None:
+def test_ordered_choices_are_uniformly_distributed() -> None:
     drawn = distinct(np.random.default_rng(2), 60_000, 2, 4)
     counts = np.bincount(drawn[:, 0] * 4 + drawn[:, 1], minlength=16).reshape(4, 4)
     assert not counts.diagonal().any()
@@ -79,7 +79,7 @@ def test_every_ordered_choice_is_as_likely() -> None:
     assert np.abs(off - 1 / 12).max() < 0.005
 
 
-def test_looking_up_solves_it_and_guessing_does_not() -> None:
+def test_lookup_solves_the_task_and_guessing_does_not() -> None:
     examples = mqar(2_000, 64, 4, vocabulary=64)
     labelled = examples.labels != UNLABELLED
     answers = np.zeros_like(examples.labels)

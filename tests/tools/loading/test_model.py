@@ -33,7 +33,7 @@ def test_run_folder_is_relative_inside_the_working_folder(trained_run: Path, mon
     assert run_of(".").name == trained_run.name
 
 
-def test_it_learned_something(trained_run: Path) -> None:
+def test_loss_of_a_trained_model_is_below_that_of_a_uniform_guess(trained_run: Path) -> None:
     loaded = load_model(trained_run)
     tokens = torch.tensor(
         [loaded.tokenizer.encode("def alpha(beta, gamma):\n    total = alpha + 12\n    return beta\n")]

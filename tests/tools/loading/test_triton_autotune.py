@@ -62,7 +62,7 @@ def test_configurations_are_compiled_by_one_process_per_processor(tmp_path: Path
     assert vars(active) == before
 
 
-def test_one_that_does_not_end_is_given_up(
+def test_compilation_that_does_not_end_is_killed(
     tmp_path: Path, active: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "COMPILE_SECONDS", 3.0)
