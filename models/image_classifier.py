@@ -128,7 +128,7 @@ class ImageBlock(Block):
         """Return tokens [batch, tokens, ...] in the order of a scan; `back` undoes it."""
         count = self._side**2
         patches, rest = x[:, :count], x[:, count:]
-        # The transposition of a square grid is its own inverse, and so is the reversal; undoing takes them in reverse.
+        # Transposition and reversal are their own inverses. Undoing applies them in reverse order.
         if back and backward:
             patches = patches.flip(1)
         if columns:

@@ -25,8 +25,8 @@ def learning_rate(
 
     - constant: peak
     - linear: peak to min_ratio * peak along a line
-    - cosine: peak to min_ratio * peak along half a cosine (as GPT-3; GPT-NeoX's before August 2023, with n and w for step
-      and warmup_steps: max(peak / 2 (1 + cos(pi (n - w) / decay_steps)), min_ratio * peak))
+    - cosine: peak to min_ratio * peak along half a cosine, as GPT-3. GPT-NeoX before August 2023 had
+      max(peak / 2 (1 + cos(pi (step - warmup_steps) / decay_steps)), min_ratio * peak)
     - inverse_sqrt: peak * sqrt(w / (step + 1)) with w = max(warmup_steps, 1) (Vaswani et al. 2017, Section 5.3, scaled
       so that the peak is reached at the end of the warmup), not under min_ratio * peak
     - wsd: peak, then over the last `wsd_decay_fraction` of decay_steps along a line to min_ratio * peak

@@ -1,7 +1,7 @@
 """Collect whole matrices from flat tensors that ZeRO and tensor parallelism have cut, each on one process.
 
-Every process receives matrices of about equal cost, and sends the results back to the processes that hold their pieces. Of
-equal copies one is collected, and all of them receive the same result.
+Every process collects matrices of about equal total cost. It returns the results to the processes that hold the pieces. If
+several processes hold equal copies of a piece, one sends its copy, and all receive the result.
 """
 
 from __future__ import annotations

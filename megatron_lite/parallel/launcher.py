@@ -1,4 +1,4 @@
-"""A rank ends with its launcher, and never joins the ranks of another start."""
+"""End a rank with its launcher, and refuse ranks of another start."""
 
 from __future__ import annotations
 
