@@ -95,9 +95,10 @@ def pathfinder(examples: int, *, seed: int | list[int] = 0, **geometry: float) -
 
     def fill(block: int) -> None:
         rows = slice(block * _BATCH, min((block + 1) * _BATCH, examples))
-        tokens[rows] = _images(np.random.default_rng([*entropy, block]), shape, labels[rows])
+        tokens[rows] = _images(np.random.default_rng([*entropy, block + 1]), shape, labels[rows])
 
-    # Every block has its own generator, so that the number of threads does not matter. NumPy releases the global lock.
+    # Every block has its own generator, so that the number of threads does not matter. NumPy ignores zeros at the end of a seed,
+    # so block 0 would repeat the numbers of the labels. NumPy releases the global lock.
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, range(-(-examples // _BATCH))))
     return Examples(tokens, labels[:, None])

@@ -49,9 +49,7 @@ class AttentionOptions:
     window: int | None = option(
         None, "Sliding window: a token attends to itself and window - 1 earlier tokens. null: to all earlier tokens."
     )
-    full_layers: tuple[int, ...] = option(
-        (), "Layers that attend to all earlier tokens despite window, counted from 0."
-    )
+    full_layers: tuple[int, ...] = option((), "Layers without the window of the others, counted from 0.")
     qk_norm: bool = option(False, "RMSNorm with a learned gain per head on queries and keys, before the rotation.")
     output_gate: bool = option(False, "Multiply the output before its projection by sigmoid(W x), per channel.")
     bias: bool = option(False, "Biases in the projections.")
@@ -61,9 +59,7 @@ class AttentionOptions:
         if not 0 <= self.rotary_pct <= 1:
             raise ValueError(f"{_KEY}.rotary_pct = {self.rotary_pct}: must be between 0 and 1")
         if not 1 < self.rotary_base < inf:
-            raise ValueError(
-                f"{_KEY}.rotary_base = {self.rotary_base}: must be greater than 1 and finite; 10000 is common"
-            )
+            raise ValueError(f"{_KEY}.rotary_base = {self.rotary_base}: must be above 1 and finite; 10000 is common")
         require_at_least("attention", self, 1, "head_dim", "num_kv_heads", "yarn_original_length")
         if self.window is not None and self.window < 1:
             raise ValueError(

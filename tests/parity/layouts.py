@@ -388,11 +388,12 @@ def guarded(processes: int) -> list[tuple[str, dict[str, Any], str]]:
     """Return (name, layout, dtype) of the runs with a skipped step and with a gradient that is not finite."""
     if processes == 4:
         return []
-    return [
-        *((f"guards-{name}", EVERY[2][name], "fp32") for name in ("data2", "tensor2", "pipeline2")),
+    plain = [(f"guards-{name}", EVERY[2][name], "fp32") for name in ("data2", "tensor2", "pipeline2")]
+    zero3, bf16 = (
         ("guards-data2_zero3", {"zero_stage": 3}, "fp32"),
         ("guards-pipeline2-bf16", EVERY[2]["pipeline2"], "bf16"),
-    ]
+    )
+    return [*plain, zero3, bf16]
 
 
 def compared(processes: int) -> list[tuple[str, dict[str, Any]]]:

@@ -351,8 +351,8 @@ def test_flops_count_the_window():
     [
         ({"num_kv_heads": 3}, "num_kv_heads = 3 does not divide model.num_heads = 8; nearest that do: 2 or 4"),
         ({"head_dim": 0}, "head_dim = 0: must be at least 1"),
-        ({"rotary_base": 1.0}, "rotary_base = 1.0: must be greater than 1 and finite; 10000 is common"),
-        ({"rotary_base": float("inf")}, "rotary_base = inf: must be greater than 1 and finite"),
+        ({"rotary_base": 1.0}, "rotary_base = 1.0: must be above 1 and finite; 10000 is common"),
+        ({"rotary_base": float("inf")}, "rotary_base = inf: must be above 1 and finite"),
         ({"window": 0}, "window = 0: must be at least 1; set null to attend to all earlier tokens"),
         ({"window": 8, "causal": False}, "window = 8 with causal = false: set causal = true, or remove window"),
         ({"full_layers": [0]}, r"full_layers = \[0\] needs window: set it, or remove full_layers"),
