@@ -189,7 +189,8 @@ def check_shapes(x: GLAArguments) -> None:
         )
     if log_decay.shape[:-1] != q.shape[:-1] or log_decay.shape[-1] not in (1, q.shape[-1]):
         raise ValueError(f"log_decay {_shape(log_decay)}: expected {_shape(q)} or a last axis of 1")
-    check_sequences(q, x.cu_seqlens, x.initial_state, *q.shape[2:], v.shape[3])
+    if x.cu_seqlens is not None or x.initial_state is not None:
+        check_sequences(q, x.cu_seqlens, x.initial_state, *q.shape[2:], v.shape[3])
 
 
 def initial(x: GLAArguments) -> Tensor:
