@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..backend import SIXTEEN_BITS, is_supported
 from ..operators.delta_rule.delta_rule import delta_rule
+from ..operators.delta_rule.softplus_decay import SoftplusDecay
 from ..operators.varlen import without_padding
 from ..options import ModelShape, nearest_multiples, option, require_at_least, require_divisor, require_positive
 from ..precision import to_accumulation_dtype
@@ -151,8 +152,11 @@ class DeltaRuleMixer(nn.Module):
         """Return the projections of x besides q, k and v, by the name under which `gates` and `output` find the result."""
         raise NotImplementedError
 
-    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Return log decay, erase and write of `models.operators.delta_rule.delta_rule`, for key or for value heads."""
+    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | SoftplusDecay | None, Tensor, Tensor | None]:
+        """Return log decay, erase and write of `models.operators.delta_rule.delta_rule`, for key or for value heads.
+
+        A `SoftplusDecay` has one decay per channel of every value head.
+        """
         raise NotImplementedError
 
     def output(self, o: Tensor, projected: dict[str, Tensor]) -> Tensor:
@@ -184,8 +188,11 @@ class DeltaRuleMixer(nn.Module):
         q, k = (unit_length(split_heads(projected[name], self.sizes.head_dim_k)) for name in ("q", "k"))
         v = split_heads(projected["v"], self.sizes.head_dim_v)
         log_decay, erase, write = self.gates(projected)
-        if log_decay is not None:
+        if isinstance(log_decay, SoftplusDecay) and mask is not None:
+            log_decay = log_decay.value()
+        if isinstance(log_decay, Tensor):
             (log_decay,) = without_padding(mask, log_decay)
+            log_decay = _for_each_value_head(log_decay, v.shape[2])
         (erase,) = without_padding(mask, erase)
         if write is not None:
             (write,) = without_padding(mask, write)
@@ -194,7 +201,7 @@ class DeltaRuleMixer(nn.Module):
             q,
             k,
             v,
-            None if log_decay is None else _for_each_value_head(log_decay, v.shape[2]),
+            log_decay,
             erase,
             write,
             initial_state=state.get("recurrent"),
@@ -238,20 +245,6 @@ def _unit_length(x: Tensor) -> Tensor:
         return kernel(x, 1e-6)
     accumulated = to_accumulation_dtype(x)
     return (accumulated * (accumulated.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
-
-
-def softplus_decay(logits: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """Return -exp(a_log) softplus(logits + dt_bias) in float32.
-
-    logits, dt_bias: [..., heads] for one decay per head, or [..., heads, dim] for one per channel. a_log: [heads].
-    """
-    if dt_bias.dim() == 2 and _has_kernels(logits):
-        from ..kernels.delta_rule.layer import channel_decay
-
-        return channel_decay(logits, a_log, dt_bias)
-    dt = F.softplus(to_accumulation_dtype(logits) + to_accumulation_dtype(dt_bias))
-    rate = to_accumulation_dtype(a_log).exp()
-    return -dt * (rate.unsqueeze(-1) if dt_bias.dim() == 2 else rate)
 
 
 def gated_rms_norm(

@@ -11,9 +11,9 @@ from ..layers.delta_rule_mixer import (
     DeltaRuleMixer,
     DeltaRuleOptions,
     gated_rms_norm,
-    softplus_decay,
 )
 from ..layers.projections import initial_a_log, initial_dt_bias, linear
+from ..operators.delta_rule.softplus_decay import SoftplusDecay
 from ..options import ModelShape, option
 
 
@@ -60,7 +60,7 @@ class GatedDeltaNet(DeltaRuleMixer):
     def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """Return (log alpha, beta, None)."""
         beta = self.beta(projected["beta"])
-        return softplus_decay(projected["decay"], self.a_log, self.dt_bias), beta, None
+        return SoftplusDecay(projected["decay"], self.a_log, self.dt_bias).value(), beta, None
 
     def output(self, o: Tensor, projected: dict[str, Tensor]) -> Tensor:
         """Return the gated norm of o."""

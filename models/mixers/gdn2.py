@@ -12,10 +12,10 @@ from ..layers.delta_rule_mixer import (
     DeltaRuleMixer,
     DeltaRuleOptions,
     gated_rms_norm,
-    softplus_decay,
     split_heads,
 )
 from ..layers.projections import initial_a_log, initial_dt_bias, linear
+from ..operators.delta_rule.softplus_decay import SoftplusDecay
 from ..options import ModelShape
 from ..precision import to_accumulation_dtype
 
@@ -69,7 +69,7 @@ class GDN2(DeltaRuleMixer):
         logits = split_heads(self.decay_up(projected["decay"]), dim)
         write = to_accumulation_dtype(projected["write"]).sigmoid()
         return (
-            softplus_decay(logits, self.a_log, split_heads(self.dt_bias, dim)),
+            SoftplusDecay(logits, self.a_log, split_heads(self.dt_bias, dim)).value(),
             split_heads(self.beta(projected["erase"]), dim),
             split_heads(write, self.sizes.head_dim_v),
         )

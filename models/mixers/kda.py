@@ -12,10 +12,10 @@ from ..layers.delta_rule_mixer import (
     DeltaRuleMixer,
     DeltaRuleOptions,
     gated_rms_norm,
-    softplus_decay,
     split_heads,
 )
 from ..layers.projections import initial_a_log, initial_dt_bias, linear
+from ..operators.delta_rule.softplus_decay import SoftplusDecay
 from ..options import ModelShape
 
 
@@ -63,11 +63,11 @@ class KDA(DeltaRuleMixer):
         """Return W_b, W_f1 and W_g1."""
         return {"beta": self.b_proj, "decay": self.decay_down, "gate": self.gate_down}
 
-    def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    def gates(self, projected: dict[str, Tensor]) -> tuple[SoftplusDecay, Tensor, None]:
         """Return (log alpha, beta, None)."""
         dim, beta = self.sizes.head_dim_k, self.beta(projected["beta"])
         logits = split_heads(self.decay_up(projected["decay"]), dim)
-        return softplus_decay(logits, self.a_log, split_heads(self.dt_bias, dim)), beta, None
+        return SoftplusDecay(logits, self.a_log, split_heads(self.dt_bias, dim)), beta, None
 
     def output(self, o: Tensor, projected: dict[str, Tensor]) -> Tensor:
         """Return the gated norm of o."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from models.operators.delta_rule.delta_rule import delta_rule
 from models.operators.delta_rule.select_kernel import Kernel, select_kernel
+from models.operators.delta_rule.softplus_decay import SoftplusDecay
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -21,27 +22,63 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_kernels_equal_the_chunked_form(
     dim_k: int, dim_v: int, dtype: torch.dtype, per_channel: bool, decay: float
 ) -> None:
-    """Compare packed sequences with initial states: errors of at most 1e-2 for outputs and states, 2e-2 for gradients."""
+    """Packed sequences with initial states."""
+    check(520, dim_k, dim_v, dtype, per_channel, decay, torch.tensor([0, 100, 100, 300, 520], device="cuda"))
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_groups_of_chunks_equal_the_chunked_form(per_channel: bool) -> None:
+    """One long sequence with few heads."""
+    check(4096, 128, 128, torch.bfloat16, per_channel, 0.1, None)
+
+
+@pytest.mark.parametrize("decay", [0.1, 4.0])
+def test_decay_gate_equals_the_chunked_form(decay: float) -> None:
+    """Whole chunks, as in training."""
+    check(1024, 128, 128, torch.bfloat16, True, decay, None, gate=True)
+
+
+def check(
+    length: int,
+    dim_k: int,
+    dim_v: int,
+    dtype: torch.dtype,
+    per_channel: bool,
+    decay: float,
+    bounds: torch.Tensor | None,
+    gate: bool = False,
+) -> None:
+    """Require errors of at most 1e-2 on outputs and states, 2e-2 on gradients. gate: logits instead of log decays."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", generator=generator)
 
-    length, heads, bounds = 520, 2, torch.tensor([0, 100, 100, 300, 520], device="cuda")
+    heads, sequences = 2, 1 if bounds is None else len(bounds) - 1
     q, k = (F.normalize(random(1, length, heads, dim_k), dim=-1).to(dtype) for _ in range(2))
     v, d_o = (random(1, length, heads, dim_v).to(dtype) for _ in range(2))
     g = -decay * random(1, length, heads, *((dim_k,) if per_channel else ())).abs().clamp_max(1.0)
     beta = random(1, length, heads).sigmoid()
-    initial, d_final = (random(4, heads, dim_k, dim_v) for _ in range(2))
+    initial, d_final = (random(sequences, heads, dim_k, dim_v) for _ in range(2))
     assert select_kernel(q, k, v, beta, None, None, bounds) is Kernel.TRITON
+    gates = [
+        random(1, length, heads, dim_k).to(dtype),
+        torch.full([heads], decay, device="cuda").log(),
+        random(heads, dim_k),
+    ]
     results = []
     for exact in (True, False):
-        given = [(x.float() if exact else x).detach().requires_grad_() for x in (q, k, v, g, beta, initial)]
-        o, final = delta_rule(*given[:5], initial_state=given[5], output_final_state=True, cu_seqlens=bounds)
+        inputs = (q, k, v, beta, initial, *(gates if gate else [g]))
+        given = [(x.float() if exact else x).detach().requires_grad_() for x in inputs]
+        log_decay = SoftplusDecay(*given[5:]) if gate else given[5]
+        o, final = delta_rule(
+            *given[:3], log_decay, given[3], initial_state=given[4], output_final_state=True, cu_seqlens=bounds
+        )
         assert final is not None
         loss = (o.float() * d_o.float()).sum() + (final * d_final).sum()
         results.append([o, final, *torch.autograd.grad(loss, given)])
-    names = "o", "final state", "dq", "dk", "dv", "d log_decay", "d beta", "d initial state"
+    names = ["o", "final state", "dq", "dk", "dv", "d beta", "d initial state"]
+    names += ["d logits", "d a_log", "d bias"] if gate else ["d log_decay"]
     for name, expected, actual in zip(names, *results, strict=True):
         error = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
         assert error < (2e-2 if name.startswith("d") else 1e-2), (name, error)

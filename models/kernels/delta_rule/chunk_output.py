@@ -5,15 +5,17 @@ In the notation of `wy.py` and `chunk_state.py`:
     Y = T^T dN,      dv = beta Y,      dP = tril(do N^T),      dA = -tril(Y N^T, -1).
     d(q_start) = do S^T,     d(beta k e^b) = -Y S^T,     d(k_end) = N dS'^T.
 dA is short because dw = -dN S^T and du = dN: the gradient of A = T^(-1) - I is -(T^T dw) w^T - (T^T du) u^T = -Y N^T.
-The gradients of q, k and b from P and A are formed level by level, as these are. Equal terms of b's gradient cancel exactly,
-because its two sides use the same rounded factors.
+The products with S and dS' (`state_gradient_kernel`) and the gradients through P and A (`key_gradient_kernel`) are two kernels,
+because one would need too many registers. In the second, a program of moderate decays has one reference for all exponentials,
+half of the chunk's decay; strong ones go level by level, as in `wy.py`. Equal terms of b's gradient cancel exactly, because its
+two sides use the same rounded factors.
 """
 
 from __future__ import annotations
 
 from ..gla.tiles import chunk_of, load, load_triangle, place, running_sum, state_at, store
 from ..launch import tl, triton
-from .wy import LIMIT, decay_and_total, level_factors, levels_of, of_level, pair_decay
+from .wy import LIMIT, decay_and_total, level_factors, of_level, pair_decay, rate_and_bias
 
 
 @triton.jit
@@ -40,10 +42,14 @@ def output_kernel(
 
 @triton.jit
 def value_gradient_kernel(
-    do, v, beta, inverse, updates, d_updates, table, dv, d_scores, d_systems, d_beta, T, H: tl.constexpr, N, scale,
-    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    do, v, b, beta, inverse, updates, d_updates, table, dv, d_scores, d_systems, d_beta, T, H: tl.constexpr, N, scale,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PER_CHANNEL: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dv, s dP, dA and the part of d_beta from v, and replace dN in `d_updates` by Y."""
+    """Write dv, s dP, dA and the part of d_beta from v, and replace dN in `d_updates` by Y.
+
+    For one decay per head dP and dA are multiplied by the decay between their two tokens.
+    """
     rounded: tl.constexpr = inverse.dtype.element_ty
     n, bh = tl.program_id(0), tl.program_id(1)
     start, end = chunk_of(table, n, T, C, PACKED)
@@ -74,6 +80,10 @@ def value_gradient_kernel(
         d_a = tl.dot(y, tl.trans(update), d_a, input_precision=PRECISION)
     real = (t < end)[:, None]
     square = base + row[:, None] * C + row[None, :]
+    if not PER_CHANNEL:
+        pair = pair_decay(place(b, bh, T, H, 1), t, end, H, real & (row[:, None] >= row[None, :]))
+        d_p *= pair
+        d_a *= pair
     d_p = tl.where(real & (row[:, None] >= row[None, :]), d_p * scale, 0.0)
     d_a = tl.where(real & (row[:, None] > row[None, :]), -d_a, 0.0)
     tl.store(d_scores + square, d_p.to(rounded))
@@ -82,90 +92,154 @@ def value_gradient_kernel(
 
 
 @triton.jit
-def key_gradient_kernel(
-    do, q, k, b, levels, beta, g, updates, y, states, d_states, d_scores, d_systems, table, triangle, dq, dk, dg, d_beta,
-    T, H: tl.constexpr, N, scale, TOKENS, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, BLOCKS: tl.constexpr, PER_CHANNEL: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+def state_gradient_kernel(
+    do, updates, y, states, d_states, table, from_q, from_reading, from_end, passing, T, H: tl.constexpr, N,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, dk and dg for a block of channels, and its part of d_beta (and of dg for one decay per head).
+    """Write do S^T, Y S^T and N dS'^T for a block of channels, and the sums of S dS' over values.
 
-    d_beta, and dg for one decay per head: [blocks, batch, length, heads], TOKENS = batch * length * heads apart.
+    passing: [rows, chunks, K] float32.
     """
-    rounded: tl.constexpr = d_scores.dtype.element_ty
-    exact: tl.constexpr = rounded == tl.float32
-    n, block, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rounded: tl.constexpr = states.dtype.element_ty
+    n, bh = tl.program_id(0), tl.program_id(2)
     start, end = chunk_of(table, n, T, C, PACKED)
     if start == end:
         return
-    row, ck = tl.arange(0, C), block * BK + tl.arange(0, BK)
-    t = start + row
-    real = t < end
+    t, ck = start + tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
     do, updates, y = place(do, bh, T, H, V), place(updates, bh, T, H, V), place(y, bh, T, H, V)
-    from_q = tl.zeros([C, BK], tl.float32)
-    from_reading = tl.zeros([C, BK], tl.float32)
-    from_end = tl.zeros([C, BK], tl.float32)
-    passing = tl.zeros([BK], tl.float32)
+    of_q = tl.zeros([C, BK], tl.float32)
+    of_reading = tl.zeros([C, BK], tl.float32)
+    of_end = tl.zeros([C, BK], tl.float32)
+    total = tl.zeros([BK], tl.float32)
     for first in range(0, V, BV):
         d = first + tl.arange(0, BV)
         state = _load_state(states, bh * N + n, ck, d, K, V)
         d_state = _load_state(d_states, bh * N + n, ck, d, K, V)
-        passing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+        total += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
         state, d_state = tl.trans(state), tl.trans(d_state)
         grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
-        from_q = tl.dot(grad, state, from_q, input_precision=PRECISION)
-        from_reading = tl.dot(load(y, t, d, end, H, V, BV, EVEN), state, from_reading, input_precision=PRECISION)
-        from_end = tl.dot(load(updates, t, d, end, H, V, BV, EVEN), d_state, from_end, input_precision=PRECISION)
+        of_q = tl.dot(grad, state, of_q, input_precision=PRECISION)
+        of_reading = tl.dot(load(y, t, d, end, H, V, BV, EVEN), state, of_reading, input_precision=PRECISION)
+        of_end = tl.dot(load(updates, t, d, end, H, V, BV, EVEN), d_state, of_end, input_precision=PRECISION)
+    store(place(from_q, bh, T, H, K), of_q, t, ck, end, H, K, BK, EVEN)
+    store(place(from_reading, bh, T, H, K), of_reading, t, ck, end, H, K, BK, EVEN)
+    store(place(from_end, bh, T, H, K), of_end, t, ck, end, H, K, BK, EVEN)
+    tl.store(passing + (bh.to(tl.int64) * N + n) * K + ck, total, mask=ck < K)
+
+
+@triton.jit
+def key_gradient_kernel(
+    q, k, b, levels, beta, g, a_log, bias, from_q, from_reading, from_end, passing, d_scores, d_systems, table, triangle,
+    dq, dk, dg, d_beta, d_rate, d_bias, T, H: tl.constexpr, N, scale, TOKENS, K: tl.constexpr, BK: tl.constexpr,
+    C: tl.constexpr, STRONG: tl.constexpr, GATE: tl.constexpr, PER_CHANNEL: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dq, dk and dg for a block of channels, and its part of d_beta (and of dg for one decay per head).
+
+    STRONG: only of the blocks whose decays need several levels, with one program for all of a chunk; else of the others.
+    d_beta, and dg for one decay per head: [blocks, batch, length, heads], TOKENS = batch * length * heads apart.
+    GATE: g are the logits x of `channel_decay_kernel`, and dg is their gradient. d_rate and d_bias are float32
+    [batch, chunks, heads, K], a chunk's gradients of a_log, per channel, and of bias.
+    """
+    n, bh = tl.program_id(0), tl.program_id(2)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    if start == end:
+        return
+    levels += (bh.to(tl.int64) * N + n) * ((K + BK - 1) // BK)
+    if STRONG:
+        for block in range(0, (K + BK - 1) // BK):
+            last = tl.load(levels + block)
+            if last != 0:
+                _gradient_of_block(
+                    block, last, n, bh, start, end, q, k, b, beta, g, a_log, bias, from_q, from_reading, from_end, passing,
+                    d_scores, d_systems, triangle, dq, dk, dg, d_beta, d_rate, d_bias, T, H, N, scale, TOKENS, K, BK, C,
+                    STRONG, GATE, PER_CHANNEL, EVEN, PRECISION,
+                )  # fmt: skip
+    else:
+        block, last = tl.program_id(1), 0
+        if PER_CHANNEL:
+            last = tl.load(levels + block)
+        if last == 0:
+            _gradient_of_block(
+                block, last, n, bh, start, end, q, k, b, beta, g, a_log, bias, from_q, from_reading, from_end, passing, d_scores,
+                d_systems, triangle, dq, dk, dg, d_beta, d_rate, d_bias, T, H, N, scale, TOKENS, K, BK, C, STRONG, GATE,
+                PER_CHANNEL, EVEN, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gradient_of_block(
+    block, last, n, bh, start, end, q, k, b, beta, g, a_log, bias, from_q, from_reading, from_end, passing, d_scores,
+    d_systems, triangle, dq, dk, dg, d_beta, d_rate, d_bias, T, H: tl.constexpr, N, scale, TOKENS, K: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, STRONG: tl.constexpr, GATE: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rounded: tl.constexpr = d_scores.dtype.element_ty
+    exact: tl.constexpr = rounded == tl.float32
+    chunk = bh.to(tl.int64) * N + n
+    row, ck = tl.arange(0, C), block * BK + tl.arange(0, BK)
+    t = start + row
+    real = t < end
     query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
     key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
     strength = tl.load(place(beta, bh, T, H, 1) + t * H, mask=real, other=0.0).to(tl.float32)[:, None]
     b = place(b, bh, T, H, K if PER_CHANNEL else 1)
     until, total = decay_and_total(b, start, end, t, ck, H, K, BK, PER_CHANNEL, EVEN)
+    d_q = load(place(from_q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    d_row = load(place(from_reading, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    d_column = load(place(from_end, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    square = chunk * (C * C) + row[:, None] * C + row[None, :]
     grown = tl.exp2(until)
-    d_q = from_q * (grown * scale)
-    d_decay = query.to(tl.float32) * d_q
-    from_reading *= -grown
-    d_strength = tl.sum(from_reading * key.to(tl.float32), 1)
-    d_k = from_reading * strength
-    d_decay += key.to(tl.float32) * d_k
-    from_end *= tl.exp2(total - until)
-    d_k += from_end
-    from_end *= key.to(tl.float32)
-    d_decay -= from_end
-    d_total = tl.exp2(tl.sum(total, 0)) * passing + tl.sum(from_end, 0)
-    base = (bh.to(tl.int64) * N + n) * (C * C)
-    square = base + row[:, None] * C + row[None, :]
-    if PER_CHANNEL:
-        last = levels_of(levels, bh, n, N, (K + BK - 1) // BK, BLOCKS)
+    d_q *= grown * scale
+    d_row *= -grown
+    d_column *= tl.exp2(total - until)
+    d_end = tl.sum(d_column * key.to(tl.float32), 0)
+    d_decay = query.to(tl.float32) * d_q + key.to(tl.float32) * (d_row * strength - d_column)
+    if STRONG:
         for level in range(0, last + 1):
-            # Loaded again at every level, to save registers. The zero is unknown to the compiler.
-            t_again, square_again = t + (level >> 3), square + (level >> 3)
-            query = load(place(q, bh, T, H, K), t_again, ck, end, H, K, BK, EVEN)
-            key = load(place(k, bh, T, H, K), t_again, ck, end, H, K, BK, EVEN)
-            until, _ = decay_and_total(b, start, end, t_again, ck, H, K, BK, PER_CHANNEL, EVEN)
-            d_p, d_a = tl.load(d_scores + square_again), tl.load(d_systems + square_again)
-            rows, columns = level_factors(b, until, level, last, start, end, ck, row, H, K, C)
+            d_p, d_a = tl.load(d_scores + square), tl.load(d_systems + square)
+            rows, columns = level_factors(b, until, total, level, last, start, end, ck, row, H, K, C)
             mask = of_level(row, level, last, C)
-            d_q, d_k, d_decay, d_strength = _pairs(
-                d_q, d_k, d_decay, d_strength, query, key, strength, rows, columns,
-                tl.where(mask, d_p, 0.0).to(rounded), tl.where(mask, d_a, 0.0).to(rounded), PRECISION,
-            )  # fmt: skip
+            d_p, d_a = tl.where(mask, d_p, 0.0).to(rounded), tl.where(mask, d_a, 0.0).to(rounded)
+            d_q, d_row, d_column, d_decay = _pairs(
+                d_q, d_row, d_column, d_decay, query, key, strength, rows, columns, d_p, d_a, PRECISION
+            )
     else:
+        rows, columns = 1.0, 1.0
+        if PER_CHANNEL:
+            # One reference: half of the chunk's decay.
+            rows, columns = tl.exp2(until - total * 0.5), tl.exp2(total * 0.5 - until)
         d_p, d_a = tl.load(d_scores + square), tl.load(d_systems + square)
-        pair = pair_decay(b, t, end, H, real[:, None] & (row[:, None] >= row[None, :]))
-        d_q, d_k, d_decay, d_strength = _pairs(
-            d_q, d_k, d_decay, d_strength, query, key, strength, 1.0, 1.0,
-            (d_p * pair).to(rounded), (d_a * pair).to(rounded), PRECISION,
-        )  # fmt: skip
+        d_q, d_row, d_column, d_decay = _pairs(
+            d_q, d_row, d_column, d_decay, query, key, strength, rows, columns, d_p, d_a, PRECISION
+        )
+    passed = tl.load(passing + chunk * K + ck, mask=ck < K, other=0.0)
+    d_total = tl.exp2(tl.sum(total, 0)) * passed + d_end
+    d_strength = tl.sum(d_row * key.to(tl.float32), 1)
+    d_row *= strength
+    d_k = d_row + d_column
     store(place(dq, bh, T, H, K), d_q, t, ck, end, H, K, BK, EVEN)
     store(place(dk, bh, T, H, K), d_k, t, ck, end, H, K, BK, EVEN)
     d_beta += block * TOKENS
     tl.store(place(d_beta, bh, T, H, 1) + t * H, d_strength, mask=real)
+    if GATE:
+        # The sum of g_t dg_t over tokens, where dg_t is the sum of d_decay from token t on, and d_total.
+        d_rate_here = (tl.sum(d_decay * until, 0) + d_total * tl.sum(total, 0)) * 0.6931471805599453
     reached = tl.trans(load_triangle(triangle, C))
     d_decay = running_sum(d_decay, reached, True, exact) + d_total[None, :]
     if PER_CHANNEL:
-        limited = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN) >= LIMIT
-        store(place(dg, bh, T, H, K), tl.where(limited, d_decay, 0.0), t, ck, end, H, K, BK, EVEN)
+        given = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+        if GATE:
+            # Below `LIMIT` the gradient is below its rounding.
+            rate, offset = rate_and_bias(a_log, bias, bh % H, ck, K)
+            d_decay = tl.where(real[:, None], d_decay * rate / (1.0 + tl.exp(-given - offset)), 0.0)
+            part = ((bh // H).to(tl.int64) * N + n) * (H * K) + bh % H * K + ck
+            tl.store(d_rate + part, d_rate_here, mask=ck < K)
+            tl.store(d_bias + part, tl.sum(d_decay, 0), mask=ck < K)
+        else:
+            d_decay = tl.where(given >= LIMIT, d_decay, 0.0)
+        store(place(dg, bh, T, H, K), d_decay, t, ck, end, H, K, BK, EVEN)
     else:
         limited = tl.load(place(g, bh, T, H, 1) + t * H, mask=real, other=0.0) >= LIMIT
         d_decay = tl.where(limited, tl.sum(d_decay, 1), 0.0)
@@ -174,9 +248,12 @@ def key_gradient_kernel(
 
 @triton.jit
 def _pairs(
-    d_q, d_k, d_decay, d_strength, query, key, strength, row_factor, column_factor, d_p, d_a, PRECISION: tl.constexpr
+    d_q, d_row, d_column, d_decay, query, key, strength, row_factor, column_factor, d_p, d_a, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Add the gradients of pairs (i, j) whose scores are sums of row_factor_i column_factor_j."""
+    """Add the gradients of pairs (i, j) whose scores are sums of row_factor_i column_factor_j.
+
+    d_p and d_a are zero above the diagonal.
+    """
     rounded: tl.constexpr = d_p.dtype
     columns = (key.to(tl.float32) * column_factor).to(rounded)
     rows = (query.to(tl.float32) * row_factor).to(rounded)
@@ -187,13 +264,9 @@ def _pairs(
     rows = (key.to(tl.float32) * strength * row_factor).to(rounded)
     d_columns = tl.dot(tl.trans(d_a), rows, d_columns, input_precision=PRECISION)
     d_decay -= columns.to(tl.float32) * d_columns
-    d_k += d_columns * column_factor
     d_rows = tl.dot(d_a, columns, input_precision=PRECISION)
     d_decay += rows.to(tl.float32) * d_rows
-    d_rows *= row_factor
-    d_strength += tl.sum(d_rows * key.to(tl.float32), 1)
-    d_k += d_rows * strength
-    return d_q, d_k, d_decay, d_strength
+    return d_q, d_row + d_rows * row_factor, d_column + d_columns * column_factor, d_decay
 
 
 @triton.jit

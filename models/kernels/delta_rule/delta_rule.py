@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +18,25 @@ from torch.autograd.function import once_differentiable
 
 from ..gla.gla import CHUNK, chunk_table, edge_states, most_chunks, triangle
 from ..launch import Launch, aligned, triton
-from .chunk_output import key_gradient_kernel, output_kernel, value_gradient_kernel
-from .chunk_state import states_backward_kernel, states_forward_kernel
-from .wy import cumulative_decay_kernel, inverse_kernel, scores_kernel, wy_kernel
+from ..primitives import sum_parts
+from .chunk_output import key_gradient_kernel, output_kernel, state_gradient_kernel, value_gradient_kernel
+from .chunk_state import compose_kernel, states_backward_kernel, states_forward_kernel
+from .wy import channel_decay_kernel, diagonal_kernel, head_decay_kernel, inverse_kernel, scores_kernel, wy_kernel
 
 LARGEST_KEY = 256
 # Tokens per diagonal block of the triangular solve, and channels per tile.
 _SUB, _TILE = 16, 64
+# Fewer programs than this from chunk to chunk leave multiprocessors idle. The chunks are then divided into up to `_MOST_GROUPS`
+# groups of `_GROUP` chunks or more. Fewer than four groups do not pay for the pass that computes their maps.
+_PROGRAMS, _MOST_GROUPS, _GROUP = 256, 8, 16
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaRuleCase:
-    """Hold everything that decides how the kernels are compiled and launched. segments: 0 for unpacked sequences."""
+    """Hold everything that decides how the kernels are compiled and launched.
+
+    segments: 0 for unpacked sequences. gate: the dtypes of a_log and bias, None for given log decays.
+    """
 
     device: int
     batch: int
@@ -41,6 +48,7 @@ class DeltaRuleCase:
     scale: float
     per_channel: bool
     segments: int
+    gate: tuple[torch.dtype, torch.dtype] | None
 
     @property
     def rows(self) -> int:
@@ -55,6 +63,13 @@ class DeltaRuleCase:
     def state_shape(self) -> tuple[int, int, int, int]:
         """Return the shape of the initial and of the final states."""
         return self.segments or self.batch, self.heads, self.dim_k, self.dim_v
+
+    @property
+    def groups(self) -> int:
+        """Return the groups of chunks that are processed at once."""
+        programs = self.rows * -(-self.dim_v // _TILE)
+        groups = min(_MOST_GROUPS, _PROGRAMS // programs, self.chunks // _GROUP)
+        return groups if groups >= 4 else 1
 
     @property
     def blocks(self) -> int:
@@ -83,11 +98,13 @@ def delta_rule(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    gate: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `models.operators.delta_rule.delta_rule.delta_rule` with erase = write = beta, [batch, length, heads].
 
     q, k and v have one dtype. log_decay: [batch, length, heads], or [..., head_dim_k]; below -20 it counts as -20.
-    Returns o and the final state in float32.
+    gate: (a_log [heads], bias [heads, head_dim_k]); `log_decay` then holds logits [batch, length, heads, head_dim_k] of q's
+    dtype, whose log decays are -exp(a_log) softplus(log_decay + bias). Returns o and the final state in float32.
 
     Raises ValueError for head_dim_k above 256, for other dtypes than float16 and bfloat16 (float32 runs in Triton's
     interpreter only), and without tokens.
@@ -102,10 +119,12 @@ def delta_rule(
     segments = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     batch, length, heads, dim_k = q.shape
     case = DeltaRuleCase(
-        q.get_device(), batch, length, heads, dim_k, v.shape[-1], v.dtype, float(scale), log_decay.dim() == 4, segments
-    )
+        q.get_device(), batch, length, heads, dim_k, v.shape[-1], v.dtype, float(scale), log_decay.dim() == 4, segments,
+        None if gate is None else (gate[0].dtype, gate[1].dtype),
+    )  # fmt: skip
     initial = None if initial_state is None else initial_state.float()
-    return _DeltaRule.apply(q, k, v, log_decay.float(), beta.float(), initial, cu_seqlens, case)
+    decay = log_decay.float() if gate is None else log_decay.to(q.dtype)
+    return _DeltaRule.apply(q, k, v, decay, beta.float(), *(gate or (None, None)), initial, cu_seqlens, case)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -117,25 +136,29 @@ class _DeltaRule(torch.autograd.Function):
         v: Tensor,
         g: Tensor,
         beta: Tensor,
+        a_log: Tensor | None,
+        bias: Tensor | None,
         initial: Tensor | None,
         cu_seqlens: Tensor | None,
         case: DeltaRuleCase,
     ) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
-        initial = None if initial is None else aligned(initial)
+        a_log, bias, initial = (None if x is None else aligned(x) for x in (a_log, bias, initial))
         table = None if cu_seqlens is None else chunk_table(case.chunks, cu_seqlens)
-        b, levels = _cumulative_decay(case, g, table)
+        b, levels = _cumulative_decay(case, g, a_log, bias, table)
         scores, inverse = (q.new_empty(case.rows, case.chunks, CHUNK, CHUNK, dtype=case.factor_dtype) for _ in range(2))
         systems = q.new_empty(case.rows, case.chunks, CHUNK, CHUNK, dtype=torch.float32)
         launch = _launches(case)
         launch["scores"](q, k, b, levels, beta, table, systems, scores)
-        launch["inverse"](systems, inverse)
-        del systems
+        diagonals = systems.new_empty(case.rows, case.chunks, CHUNK, _SUB)
+        launch["diagonals"](systems, diagonals)
+        launch["inverse"](systems, diagonals, inverse)
+        del systems, diagonals
         final = edge_states(case.state_shape, case.segments > 0, initial, v.device)
-        x = _states(case, q, k, v, b, beta, inverse, initial, table, final)
+        x = _states(case, q, k, v, b, beta, inverse, initial, table, final, _Groups(None, None))
         o = torch.empty_like(v)
         launch["output"](x.q_start, scores, x.updates, x.states, table, o)
-        ctx.save_for_backward(q, k, v, g, beta, initial, table, scores, inverse)
+        ctx.save_for_backward(q, k, v, g, beta, a_log, bias, initial, table, scores, inverse, *x.groups)
         ctx.case = case
         ctx.set_materialize_grads(False)
         return o, final
@@ -143,28 +166,54 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, initial, table, scores, inverse = ctx.saved_tensors
+        q, k, v, g, beta, a_log, bias, initial, table, scores, inverse, *groups = ctx.saved_tensors
         case: DeltaRuleCase = ctx.case
         do = torch.zeros_like(v) if do is None else aligned(do)
         d_final = None if d_final is None else aligned(d_final)
-        b, levels = _cumulative_decay(case, g, table)
-        x = _states(case, q, k, v, b, beta, inverse, initial, table, None)
+        b, levels = _cumulative_decay(case, g, a_log, bias, table)
+        x = _states(case, q, k, v, b, beta, inverse, initial, table, None, _Groups(*groups))
         d_states, d_updates = torch.empty_like(x.states), torch.empty_like(x.updates)
         d_initial = None if initial is None else edge_states(case.state_shape, case.segments > 0, d_final, v.device)
-        states_backward = _scan_launch(case, True, d_final is not None, d_initial is not None)
-        states_backward(do, scores, x.q_start, x.k_end, x.w, b, d_final, table, d_states, d_updates, d_initial)
+        group_edge = None
+        given = do, scores, x.q_start, x.k_end, x.w, b, d_final
+        if x.groups.matrix is not None and x.groups.edge is not None:
+            rest, group_edge = (torch.empty_like(x.groups.edge) for _ in range(2))
+            _scan_launch(case, True, d_final is not None, False, True)(*given, rest, table, None, d_updates, None)
+            _compose_launch(case, True, d_final is not None)(x.groups.matrix, rest, d_final, group_edge)
+        states_backward = _scan_launch(case, True, d_final is not None, d_initial is not None, False)
+        states_backward(*given, group_edge, table, d_states, d_updates, d_initial)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         # Per block of key channels, and from the values in the last row.
         d_beta = beta.new_empty(case.blocks + 1, *beta.shape)
         dg = torch.empty_like(g) if case.per_channel else g.new_empty(case.blocks, *g.shape)
+        passing = b.new_empty(case.rows, case.chunks, case.dim_k)
+        # A packed row may have fewer chunks.
+        shape = 2, case.batch * case.chunks, case.heads * case.dim_k if bias is not None else 0
+        d_gate = b.new_zeros(shape) if case.segments else b.new_empty(shape)
         d_scores, d_systems = torch.empty_like(scores), torch.empty_like(inverse)
         launch = _launches(case)
-        launch["values"](do, v, beta, inverse, x.updates, d_updates, table, dv, d_scores, d_systems, d_beta[-1])
-        launch["keys"](
-            do, q, k, b, levels, beta, g, x.updates, d_updates, x.states, d_states, d_scores, d_systems, table,
-            triangle(q.device), dq, dk, dg, d_beta,
-        )  # fmt: skip
-        return dq, dk, dv, dg if case.per_channel else dg.sum(0), d_beta.sum(0), d_initial, None, None
+        launch["values"](do, v, b, beta, inverse, x.updates, d_updates, table, dv, d_scores, d_systems, d_beta[-1])
+        # The factors are used no longer; their memory holds what reaches q and k through the states.
+        through = x.q_start, x.w, x.k_end, passing
+        launch["states"](do, x.updates, d_updates, x.states, d_states, table, *through)
+        for name in ("keys", "keys of strong decays") if case.per_channel else ("keys",):
+            launch[name](
+                q, k, b, levels, beta, g, a_log, bias, *through, d_scores, d_systems, table, triangle(q.device),
+                dq, dk, dg, d_beta, d_gate[0], d_gate[1],
+            )  # fmt: skip
+        d_a_log, d_bias = None, None
+        if a_log is not None and bias is not None:
+            d_rate, d_bias = sum_parts(d_gate, torch.float32).view(2, *bias.shape)
+            d_a_log, d_bias = d_rate.sum(1).to(a_log.dtype), d_bias.to(bias.dtype)
+        dg = dg if case.per_channel else dg.sum(0)
+        return dq, dk, dv, dg, d_beta.sum(0), d_a_log, d_bias, d_initial, None, None
+
+
+class _Groups(NamedTuple):
+    """Hold M of every group of chunks and the state before it, float32; None for one group, or before both are known."""
+
+    matrix: Tensor | None
+    edge: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -176,6 +225,7 @@ class _States:
     k_end: Tensor
     updates: Tensor
     states: Tensor
+    groups: _Groups
 
 
 def _states(
@@ -189,21 +239,36 @@ def _states(
     initial: Tensor | None,
     table: Tensor | None,
     final: Tensor | None,
+    groups: _Groups,
 ) -> _States:
     w, q_start, k_end = (torch.empty_like(q, dtype=case.factor_dtype) for _ in range(3))
     # The updates replace u.
     updates = torch.empty_like(v, dtype=case.factor_dtype)
     _launches(case)["wy"](q, k, v, b, beta, table, inverse, w, updates, q_start, k_end)
     states = q.new_empty(case.rows, case.chunks, case.dim_k, case.dim_v, dtype=case.factor_dtype)
-    scan = _scan_launch(case, False, initial is not None, final is not None)
-    scan(w, updates, k_end, b, initial, table, states, updates, final)
-    return _States(w, q_start, k_end, updates, states)
+    edge = initial is not None
+    if case.groups > 1 and groups.edge is None:
+        shape = case.rows, case.groups, case.dim_k
+        matrix = q.new_empty(*shape, case.dim_k, dtype=torch.float32)
+        rest, group_edge = (q.new_empty(*shape, case.dim_v, dtype=torch.float32) for _ in range(2))
+        maps = _scan_launch(case, False, edge, False, True)
+        maps(w, updates, k_end, b, initial, rest, matrix, table, None, updates, None)
+        _compose_launch(case, False, edge)(matrix, rest, initial, group_edge)
+        groups = _Groups(matrix, group_edge)
+    scan = _scan_launch(case, False, edge, final is not None, False)
+    scan(w, updates, k_end, b, initial, groups.edge, None, table, states, updates, final)
+    return _States(w, q_start, k_end, updates, states, groups)
 
 
-def _cumulative_decay(case: DeltaRuleCase, g: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
-    b = torch.empty_like(g)
+def _cumulative_decay(
+    case: DeltaRuleCase, g: Tensor, a_log: Tensor | None, bias: Tensor | None, table: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    b = torch.empty_like(g, dtype=torch.float32)
     levels = g.new_empty(case.rows, case.chunks, case.blocks, dtype=torch.int32)
-    _launches(case)["decay"](g, b, levels, table, triangle(g.device))
+    if case.per_channel:
+        _launches(case)["decay"](g, a_log, bias, b, levels, table)
+    else:
+        _launches(case)["decay"](g, b, table)
     return b, levels
 
 
@@ -212,20 +277,23 @@ def _launches(case: DeltaRuleCase) -> dict[str, Launch]:
     """Return the launches over chunks, by name."""
     chunks, rows, flags = case.chunks, case.rows, case.flags
     sizes = case.length, case.heads, chunks
-    per_chunk = chunks, rows
-    dim = case.dim_k if case.per_channel else 1
-    block = min(_TILE, triton.next_power_of_2(dim))
-    exact = case.factor_dtype == torch.float32 or block < 16
+    per_chunk, per_block = (chunks, rows), (chunks, case.blocks, rows)
     block_v, block_k = (_TILE if size <= _TILE else 128 for size in (case.dim_v, case.dim_k))
     blocks = triton.next_power_of_2(case.blocks)
     return {
         "decay": Launch(
-            cumulative_decay_kernel, (chunks, -(-dim // block), rows), *sizes, dim, block, CHUNK, case.segments > 0,
-            flags[1] and case.per_channel, exact, num_warps=4,
-        ),
+            channel_decay_kernel, per_block, *sizes, case.dim_k, _TILE, CHUNK, case.gate is not None,
+            case.segments > 0, num_warps=1,
+        )
+        if case.per_channel
+        else Launch(head_decay_kernel, per_chunk, *sizes, CHUNK, case.segments > 0, num_warps=1),
         "scores": Launch(
             scores_kernel, per_chunk, *sizes, case.scale, case.dim_k, _TILE, CHUNK, blocks, case.per_channel, *flags,
             num_warps=8, num_stages=1, maxnreg=128,
+        ),
+        "diagonals": Launch(
+            diagonal_kernel, (-(-rows * chunks * CHUNK // 128),), rows * chunks * (CHUNK // _SUB), CHUNK, _SUB, 128,
+            num_warps=4,
         ),
         "inverse": Launch(inverse_kernel, (rows * chunks,), CHUNK, _SUB, num_warps=4),
         "wy": Launch(
@@ -237,23 +305,44 @@ def _launches(case: DeltaRuleCase) -> dict[str, Launch]:
             *flags, num_warps=4, num_stages=2,
         ),
         "values": Launch(
-            value_gradient_kernel, per_chunk, *sizes, case.scale, case.dim_v, _TILE, CHUNK, *flags, num_warps=4, num_stages=2,
+            value_gradient_kernel, per_chunk, *sizes, case.scale, case.dim_v, _TILE, CHUNK, case.per_channel, *flags,
+            num_warps=4, num_stages=2,
         ),
-        "keys": Launch(
-            key_gradient_kernel, (chunks, case.blocks, rows), *sizes, case.scale, case.batch * case.length * case.heads,
-            case.dim_k, case.dim_v, _TILE, _TILE, CHUNK, blocks, case.per_channel, *flags, num_warps=8, num_stages=1,
+        # In two stages Triton 3.6 loads the next states over those of matmuls still under way.
+        "states": Launch(
+            state_gradient_kernel, per_block, *sizes, case.dim_k, case.dim_v, _TILE, _TILE, CHUNK, *flags, num_warps=4,
+            num_stages=1,
         ),
+        # With tiles of 32 channels ptxas 12.8 computes wrong addresses of the operands of its matmuls.
+        **{
+            name: Launch(
+                key_gradient_kernel, (chunks, 1 if strong else case.blocks, rows), *sizes, case.scale,
+                case.batch * case.length * case.heads, case.dim_k, _TILE, CHUNK, strong, case.gate is not None,
+                case.per_channel, *flags, num_warps=4, num_stages=1,
+            )
+            for name, strong in (("keys", False), ("keys of strong decays", True))
+        },
     }  # fmt: skip
 
 
 @lru_cache(4096)
-def _scan_launch(case: DeltaRuleCase, backward: bool, edge: bool, leave: bool) -> Launch:
-    """Return the launch of the states (backward: of their gradients) from chunk to chunk."""
+def _scan_launch(case: DeltaRuleCase, backward: bool, edge: bool, leave: bool, maps: bool) -> Launch:
+    """Return the launch of the states (backward: of their gradients) from chunk to chunk; maps: of the maps of groups."""
     block = max(_TILE, triton.next_power_of_2(case.dim_k))
     # Larger keys leave no room for a second stage in the memory of a multiprocessor.
     stages = 2 if block <= 128 else 1
+    blocks = -(-case.dim_v // _TILE) + (case.blocks if maps and not backward else 0)
     return Launch(
-        states_backward_kernel if backward else states_forward_kernel, (-(-case.dim_v // _TILE), case.rows),
-        case.length, case.heads, case.chunks, case.dim_k, case.dim_v, block, _TILE, CHUNK, edge, leave, case.per_channel,
-        *case.flags, num_warps=4, num_stages=stages,
+        states_backward_kernel if backward else states_forward_kernel, (blocks, case.rows, case.groups),
+        case.length, case.heads, case.chunks, case.dim_k, case.dim_v, block, _TILE, CHUNK, edge, leave, case.groups, maps,
+        case.per_channel, *case.flags, num_warps=4, num_stages=stages,
+    )  # fmt: skip
+
+
+@lru_cache(4096)
+def _compose_launch(case: DeltaRuleCase, backward: bool, edge: bool) -> Launch:
+    """Return the launch of the states at the edges of groups. Packed sequences begin inside groups."""
+    return Launch(
+        compose_kernel, (-(-case.dim_v // 32), case.rows), case.dim_k, case.dim_v, _TILE, 32, edge and not case.segments,
+        case.groups, backward, num_warps=4, num_stages=1,
     )  # fmt: skip

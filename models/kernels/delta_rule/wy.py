@@ -12,40 +12,76 @@ range, or 8 tokens. Log decays below `LIMIT` count as `LIMIT`.
 
 from __future__ import annotations
 
-from ..gla.tiles import chunk_of, load, load_triangle, place, running_sum, store
+from ..gla.tiles import chunk_of, load, place, store
 from ..launch import tl, triton
+from .layer import softplus
 
 # exp(-20) is below the rounding of float32, 2^-24. Over 4 tokens, half of the smallest block, exp(4 * 20) is inside its range.
 LIMIT = tl.constexpr(-20.0)
-# The largest decay over a block with one reference in its middle, to base 2.
+# The largest decays to base 2: over a block with one reference in its middle; over a chunk with half of its decay as reference.
 _RANGE = tl.constexpr(115.0)
+_CHUNK_RANGE = tl.constexpr(160.0)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def cumulative_decay_kernel(
-    g, b, levels, table, triangle, T, H: tl.constexpr, N, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+def head_decay_kernel(g, b, table, T, H: tl.constexpr, N, C: tl.constexpr, PACKED: tl.constexpr):
+    """Write b: [batch, length, heads] float32, sums over the tokens of a chunk up to each, to base 2."""
+    n, bh = tl.program_id(0), tl.program_id(1)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    t = start + tl.arange(0, C)
+    decay = tl.load(place(g, bh, T, H, 1) + t * H, mask=t < end, other=0.0)
+    tl.store(place(b, bh, T, H, 1) + t * H, tl.cumsum(_limited(decay), 0), mask=t < end)
+
+
+@triton.jit
+def channel_decay_kernel(
+    g, a_log, bias, b, levels, table, T, H: tl.constexpr, N, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Write b: [batch, length, heads, D] float32, sums over the tokens of a chunk up to each, to base 2.
+    """Write b: [batch, length, heads, D] float32, as `head_decay_kernel`. GATE: g are x of -exp(a_log) softplus(x + bias).
 
     levels: int32 [rows, chunks, blocks of channels], the levels that the block's decays need besides the last one.
     """
     n, block, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, end = chunk_of(table, n, T, C, PACKED)
-    if start == end:
-        return
-    t, d = start + tl.arange(0, C), block * BD + tl.arange(0, BD)
-    decay = load(place(g, bh, T, H, D), t, d, end, H, D, BD, EVEN).to(tl.float32)
-    decay = tl.maximum(decay, LIMIT, propagate_nan=tl.PropagateNan.ALL) * _LOG2E
-    until = running_sum(decay, load_triangle(triangle, C), False, EXACT)
-    store(place(b, bh, T, H, D), until, t, d, end, H, D, BD, EVEN)
-    needed = 0
-    total = tl.sum(tl.reshape(decay, [8, C // 8, BD]), 1)
-    for level in tl.static_range(3):
-        total_of_block = tl.sum(tl.reshape(total, [1 << level, 8 >> level, BD]), 1)
-        needed += (tl.min(tl.min(total_of_block, 1), 0) < -_RANGE).to(tl.int32)
+    d = block * BD + tl.arange(0, BD)
+    g, b = place(g, bh, T, H, D) + d, place(b, bh, T, H, D) + d
+    if GATE:
+        rate, offset = rate_and_bias(a_log, bias, bh % H, d, D)
+    until = tl.zeros([BD], tl.float32)
+    of_half, of_quarter, before_half = until, until, until
+    for part in tl.static_range(4):
+        before = until
+        if part == 2:
+            before_half = until
+        for i in range(part * (C // 4), (part + 1) * (C // 4)):
+            t = start + i
+            inside = (d < D) & (t < end)
+            decay = tl.load(g + t * (H * D), mask=inside, other=0.0).to(tl.float32)
+            if GATE:
+                decay = tl.where(inside, rate * softplus(decay + offset), 0.0)
+            until += _limited(decay)
+            tl.store(b + t * (H * D), until, mask=inside)
+        of_quarter = tl.minimum(of_quarter, until - before)
+        if part % 2 == 1:
+            of_half = tl.minimum(of_half, until - before_half)
+    more = (tl.min(of_half, 0) < -_RANGE).to(tl.int32) + (tl.min(of_quarter, 0) < -_RANGE).to(tl.int32)
+    needed = tl.where(tl.min(until, 0) < -_CHUNK_RANGE, 1 + more, 0)
     tl.store(levels + (bh * N + n) * tl.num_programs(1) + block, needed)
+
+
+@triton.jit
+def _limited(decay):
+    """Return log decays to base 2, at least `LIMIT` to base e."""
+    return tl.maximum(decay, LIMIT, propagate_nan=tl.PropagateNan.ALL) * _LOG2E
+
+
+@triton.jit
+def rate_and_bias(a_log, bias, h, d, D: tl.constexpr):
+    """Return -exp(a_log) and bias of channels d of head h."""
+    rate = -tl.exp(tl.load(a_log + h).to(tl.float32))
+    return rate, tl.load(bias + h * D + d, mask=d < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -56,15 +92,16 @@ def levels_of(levels, bh, n, N, BLOCKS: tl.constexpr, B2: tl.constexpr):
 
 
 @triton.jit
-def level_factors(b, until, level, last, start, end, d, row, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+def level_factors(b, until, total, level, last, start, end, d, row, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
     """Return the factors of rows and of columns at a level, [C, BK].
 
     A level pairs the second half of a block of C >> level tokens with its first half; the last level pairs all its tokens.
+    If the last one has one block, the reference is half of its decay.
     """
     size = C >> level
     t = tl.minimum(start + (row & -size) + size // 2 - 1, end - 1)
     reference = tl.load(b + t[:, None] * (H * K) + d[None, :], mask=(d < K)[None, :], other=0.0)
-    distance = until - reference
+    distance = until - tl.where(last == 0, total * 0.5, reference)
     # Rows of the second half and columns of the first one have a factor of at most 1.
     near = tl.where(level == last, distance, -tl.abs(distance))
     return tl.exp2(near), tl.exp2(tl.where(level == last, -distance, near))
@@ -107,8 +144,8 @@ def scores_kernel(
             key = load(k, t, d, end, H, K, BK, EVEN)
             query = load(q, t, d, end, H, K, BK, EVEN)
             if PER_CHANNEL:
-                until = load(b, t, d, end, H, K, BK, EVEN)
-                rows, columns = level_factors(b, until, level, last, start, end, d, row, H, K, C)
+                until, total = decay_and_total(b, start, end, t, d, H, K, BK, PER_CHANNEL, EVEN)
+                rows, columns = level_factors(b, until, total, level, last, start, end, d, row, H, K, C)
                 keys = tl.trans((key * columns).to(rounded))
                 a = tl.dot((key.to(tl.float32) * strength * rows).to(rounded), keys, a, input_precision=PRECISION)
                 p = tl.dot((query * rows).to(rounded), keys, p, input_precision=PRECISION)
@@ -131,27 +168,40 @@ def scores_kernel(
 
 
 @triton.jit
-def inverse_kernel(systems, inverse, C: tl.constexpr, SUB: tl.constexpr):
-    """Write (I + A)^(-1) to `inverse`, and overwrite `systems`.
+def diagonal_kernel(systems, diagonals, COUNT, C: tl.constexpr, SUB: tl.constexpr, LANES: tl.constexpr):
+    """Write the inverses of the diagonal blocks of I + A, [rows, chunks, C / SUB, SUB, SUB], by forward substitution.
 
-    Diagonal blocks of SUB rows by forward substitution, D; then (I + D a)^(-1) D with the blocks a below them, where
+    Every lane computes one column of a block.
+    """
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    block, column = lane // SUB, lane % SUB
+    inside = block < COUNT
+    a = systems + block // (C // SUB) * (C * C) + block % (C // SUB) * (SUB * C + SUB)
+    d = diagonals + lane // SUB * (SUB * SUB) + column
+    first = (column == 0).to(tl.float32)
+    tl.store(d, first, mask=inside)
+    solved = (first,)
+    for i in tl.static_range(1, SUB):
+        line = (column == i).to(tl.float32)
+        for j in tl.static_range(0, i):
+            line -= tl.load(a + (i * C + j), mask=inside, other=0.0) * solved[j]
+        tl.store(d + i * SUB, line, mask=inside)
+        solved = solved + (line,)  # type: ignore[assignment]  # noqa: RUF005
+
+
+@triton.jit
+def inverse_kernel(systems, diagonals, inverse, C: tl.constexpr, SUB: tl.constexpr):
+    """Write (I + A)^(-1) to `inverse`: with D of `diagonal_kernel`, (I + D a)^(-1) D for the blocks a below the diagonal.
+
     X = D a has X^4 = 0: (I - X)(I + X^2) D. Powers of A itself would cancel.
     """
-    row, block, i = tl.arange(0, C), tl.arange(0, C // SUB), tl.arange(0, SUB)
+    row = tl.arange(0, C)
     base = tl.program_id(0).to(tl.int64) * (C * C)
     square = base + row[:, None] * C + row[None, :]
-    diagonal = systems + base + block[:, None, None] * (SUB * C + SUB) + i[None, :, None] * C + i[None, None, :]
-    below = tl.load(diagonal)
-    d = tl.where(i[None, :, None] == i[None, None, :], 1.0, below * 0.0)
-    for step in range(1, SUB):
-        here = i[None, :, None] == step
-        line = tl.sum(tl.where(here, below, 0.0), 1)
-        d -= tl.where(here, tl.sum(line[:, :, None] * d, 1)[:, None, :], 0.0)
-    tl.store(diagonal, d)
-    tl.debug_barrier()
-    both = tl.load(systems + square)
     same = (row[:, None] // SUB) == (row[None, :] // SUB)
-    d_full, outside = tl.where(same, both, 0.0), tl.where(same, 0.0, both)
+    outside = tl.where(same, 0.0, tl.load(systems + square))
+    d = tl.program_id(0).to(tl.int64) * (C * SUB) + row[:, None] * SUB + row[None, :] % SUB
+    d_full = tl.where(same, tl.load(diagonals + d), 0.0)
     x = tl.dot(d_full, outside, input_precision="tf32x3")
     powers = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - x
     powers += tl.dot(tl.dot(x, x, input_precision="tf32x3"), powers, input_precision="tf32x3")

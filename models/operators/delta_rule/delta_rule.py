@@ -17,13 +17,14 @@ from ..varlen import without_padding
 from .chunked import affine_form, chunked_form
 from .naive import recurrent_form
 from .select_kernel import Kernel, check_arguments, initial, operands, select_kernel
+from .softplus_decay import SoftplusDecay
 
 
 def delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_decay: Tensor | None,
+    log_decay: Tensor | SoftplusDecay | None,
     erase: Tensor,
     write: Tensor | None = None,
     *,
@@ -37,8 +38,9 @@ def delta_rule(
 
     q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
     log_decay: at most 0, [batch, length, heads] for one decay per head, [..., head_dim_k] for one per channel, None for no
-    decay; -inf clears the state. erase: [batch, length, heads] or [..., head_dim_k]. write: [batch, length, heads] or
-    [..., head_dim_v]; None for one gate for both, erase [batch, length, heads], which the CUDA kernels need.
+    decay; -inf clears the state. A `SoftplusDecay` is computed here. erase: [batch, length, heads] or [..., head_dim_k].
+    write: [batch, length, heads] or [..., head_dim_v]; None for one gate for both, erase [batch, length, heads], which the
+    CUDA kernels need.
     removal_key: [batch, length, heads, head_dim_k], RWKV-7's kappa (arXiv 2503.14456), which reads the state before its decay:
     S_t = Diag(exp(log_decay_t)) S_{t-1} - (erase_t * kappa_t) (kappa_t^T S_{t-1}) + k_t (write_t * v_t)^T.
     scale: 1 / sqrt(head_dim_k) if None.
@@ -56,6 +58,13 @@ def delta_rule(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = context_parallel_group()
+    if isinstance(log_decay, SoftplusDecay):
+        in_kernel = group is None and log_decay.per_channel and log_decay.logits.dtype == q.dtype
+        if in_kernel and select_kernel(q, k, v, erase, write, removal_key, cu_seqlens) is Kernel.TRITON:
+            check_arguments(q, k, v, log_decay.logits, erase, write, removal_key, initial_state, cu_seqlens)
+            o, final = triton_form(q, k, v, log_decay, erase, scale, initial_state, cu_seqlens)
+            return o, final if output_final_state else None
+        log_decay = log_decay.value()
 
     def local(cu_seqlens: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
         check_arguments(q, k, v, log_decay, erase, write, removal_key, initial_state, cu_seqlens)
@@ -93,7 +102,7 @@ def triton_form(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_decay: Tensor | None,
+    log_decay: Tensor | SoftplusDecay | None,
     beta: Tensor,
     scale: float,
     initial_state: Tensor | None,
@@ -102,5 +111,8 @@ def triton_form(
     """Return outputs and final states by `models.kernels.delta_rule`."""
     from ...kernels.delta_rule.delta_rule import delta_rule as kernel
 
+    if isinstance(log_decay, SoftplusDecay):
+        logits, a_log, dt_bias = log_decay
+        return kernel(q, k, v, logits, beta, scale, initial_state, cu_seqlens, (a_log, dt_bias))
     decay = beta.new_zeros(beta.shape) if log_decay is None else log_decay
     return kernel(q, k, v, decay, beta, scale, initial_state, cu_seqlens)

@@ -90,6 +90,38 @@ def test_packed_sequences(per_channel: bool, states: bool) -> None:
     check((1, 320, 2, 16, 16), per_channel, "middling", [0, 0, 1, 60, 188, 188, 252, 320, 320, 320], states)
 
 
+@pytest.mark.parametrize("decay", ["mild", "strong"])
+def test_decay_gate_in_the_kernels(decay: str) -> None:
+    """Equal to the log decay computed before, with the gradients of logits, rate and bias."""
+    from models.kernels.delta_rule.delta_rule import delta_rule
+
+    generator = torch.Generator().manual_seed(0)
+    shape, bounds = (1, 100, 2, 24), torch.tensor([0, 30, 100])
+    q, k, v, logits = (torch.randn(*shape, generator=generator) for _ in range(4))
+    q, k, beta = F.normalize(q, dim=-1), F.normalize(k, dim=-1), torch.rand(shape[:3], generator=generator)
+    a_log, bias = torch.randn(2, generator=generator), torch.randn(2, 24, generator=generator)
+    a_log = a_log + (2.0 if decay == "strong" else -4.0)
+    results = []
+    for gate in (False, True):
+        given = [x.clone().requires_grad_() for x in (q, k, v, beta, logits, a_log, bias)]
+        *rest, x, a, b = given
+        log_decay = x if gate else -a.exp()[:, None] * F.softplus(x + b)
+        o, _ = delta_rule(*rest[:3], log_decay, rest[3], 0.3, None, bounds, (a, b) if gate else None)
+        results.append([o, *torch.autograd.grad((o * v).sum(), given)])
+    for expected, actual in zip(*results, strict=True):
+        assert (actual - expected).norm() / expected.norm() < 1e-3
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 60, 60, 290, 398]])
+def test_groups_of_chunks(cu_seqlens: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven chunks in four groups, with sequences that begin inside and at the edge of a group."""
+    from models.kernels.delta_rule import delta_rule as kernels
+
+    monkeypatch.setattr(kernels, "_GROUP", 1)
+    monkeypatch.setattr(kernels, "_MOST_GROUPS", 4)
+    check((1, 398, 1, 16, 24), False, cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize("dim", [16, 24])
 @pytest.mark.parametrize("step", ["unit length", "silu norm", "sigmoid norm", "decay"])
 def test_steps_around_the_operator(step: str, dim: int) -> None:
