@@ -99,19 +99,20 @@ def bidirectional_linear_attention(
     Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
     is that of the whole.
     """
+    per_value_channel = per_value_channel and log_decay is not None
     x = _Arguments(
         q, k, v, log_decay, decay_logits, phi, normalized, mask, cu_seqlens, mask_convention, form, per_value_channel
     )
     group = context_parallel_group()
     compute = _local if group is None else partial(_over_ranks, group)
-    if not (per_value_channel and normalized and log_decay is not None):
+    if log_decay is None or not (per_value_channel and normalized):
         return compute(x)
     _check(replace(x, cu_seqlens=None))
     # Normalizers are more channels of values. Sums over a long sequence may exceed float16, so they are scaled.
     scale = float16_scale(v.dtype, 1)
     values = torch.cat([v if scale == 1 else v * scale, torch.full_like(v, scale)], -1)
     decays = torch.cat([log_decay, log_decay], -1)
-    o = to_accumulation_dtype(compute(replace(x, v=values, log_decay=decays, normalized=False)))
+    o = compute(replace(x, v=values, log_decay=decays, normalized=False, rounded=False))
     num, den = o.chunk(2, -1)
     return (num / (den + NORMALIZER_EPS * scale)).to(v.dtype)
 
@@ -132,6 +133,11 @@ class _Arguments:
     mask_convention: str
     form: str
     per_value_channel: bool
+    rounded: bool = True
+
+    def to_output_dtype(self, o: Tensor) -> Tensor:
+        """Return o in v's dtype if `rounded`, else in the dtype in which sums accumulate."""
+        return o.to(self.v.dtype) if self.rounded else to_accumulation_dtype(o)
 
     @property
     def lion_s(self) -> bool:
@@ -182,7 +188,7 @@ def _local(x: _Arguments) -> Tensor:
         o = chunked(q, k, v, forward, backward, segments, max(size, 1), x.per_value_channel)
     if x.normalized:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
-    return o.transpose(1, 2).to(x.v.dtype)
+    return x.to_output_dtype(o.transpose(1, 2))
 
 
 def _select_form(
@@ -235,7 +241,7 @@ def _scans(x: _Arguments) -> Tensor:
     if x.normalized:
         num, den = to_accumulation_dtype(o[..., :dim]), to_accumulation_dtype(o[..., dim : dim + 1])
         o = num / (den + NORMALIZER_EPS * scale)
-    return o.to(x.v.dtype)
+    return x.to_output_dtype(o)
 
 
 def _on_kernels(x: _Arguments, kernel: str) -> Tensor:
@@ -287,7 +293,7 @@ def _over_ranks(group: ContextParallelGroup, x: _Arguments) -> Tensor:
     o = o + others[..., : o.shape[-1]]
     if x.normalized:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
-    return o.to(v.dtype)
+    return x.to_output_dtype(o)
 
 
 def _check(x: _Arguments) -> None:

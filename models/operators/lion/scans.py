@@ -9,6 +9,9 @@ causal operator on the flipped sequence, with keys alpha k of the next token.
 With one mask per channel of values a scan is y_ic = sum_{j <= i} (q_i . k_j) exp(b_ic - b_jc) v_jc. This is the gradient of the
 query of gated linear attention with keys v, values k and output gradient q. For the backward pass, the operator is called with
 the gradient of y as the query: its output is the gradient of q, and its gradients are those of v, k and the decays.
+Both scans are exclusive here, the forward one by queries of the next token, and the diagonal is computed in float32. A channel
+with a strong decay sees little else: its gradients through the numerator and the normalizer nearly cancel in q and k. Rounded to
+16 bits, they would leave their errors.
 """
 
 from __future__ import annotations
@@ -38,25 +41,32 @@ def two_scans(
 
     q, k: [batch, length, heads, head_dim_k]; v: [..., head_dim_v]. log_decay: as k, or as v with per_value_channel, in float32
     (float64 for float64). k and log_decay are 0 at padding. cu_seqlens: [segments + 1] with batch 1: no segment sees another.
-    `models.operators.gla.select_kernel` selects the kernel. The outputs have v's dtype.
+    `models.operators.gla.select_kernel` selects the kernel. The outputs have v's dtype; with per_value_channel they have that of
+    log_decay.
     """
     if not q.shape[1]:
         return v
     scan = _scan_per_value_channel if per_value_channel else _scan
-    forward = scan(q, k.to(v.dtype), v, log_decay, scale, cu_seqlens)
-    if per_value_channel:
-        following = k, (v * log_decay.exp()).to(v.dtype), log_decay
-    else:
-        following = (k * log_decay.exp()).to(v.dtype), v, log_decay
-    key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
-    flipped = None
+    flipped = last = None
     if cu_seqlens is not None:
         # The last token of a segment has no next token. An empty segment ends where the previous one does.
         last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
-        key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
         flipped = q.shape[1] - cu_seqlens.flip(0)
-    backward = scan(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale, flipped)
-    return forward + backward.flip(1)
+    alpha = log_decay.exp()
+    if per_value_channel:
+        query = F.pad(q[:, 1:], (0, 0, 0, 0, 0, 1))
+        if last is not None:
+            query = query.masked_fill(last[None, :, None, None], 0.0)
+        o = F.pad(scan(query, k, v, log_decay, scale, cu_seqlens)[:, :-1], (0, 0, 0, 0, 1, 0)) * alpha
+        o = o + (q.to(alpha.dtype) * k).sum(-1, keepdim=True) * scale * v
+        following = k, (v * alpha).to(v.dtype), log_decay
+    else:
+        o = scan(q, k.to(v.dtype), v, log_decay, scale, cu_seqlens)
+        following = (k * alpha).to(v.dtype), v, log_decay
+    key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
+    if last is not None:
+        key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
+    return o + scan(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale, flipped).flip(1)
 
 
 def _scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None) -> Tensor:

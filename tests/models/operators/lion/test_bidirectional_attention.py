@@ -96,6 +96,9 @@ def test_one_mask_per_channel_of_values(form: str, convention: str, normalized: 
     for wrong in (torch.zeros_like(k), torch.zeros(2, 39, 2)):
         with pytest.raises(ValueError, match=r"log_decay \(2, 39, 2.*\): expected \(2, 39, 2, 3\)$"):
             attend(q, k, v, wrong, per_value_channel=True)
+    logits = torch.randn(q.shape[:3], dtype=q.dtype)
+    for decays in ({}, {"decay_logits": logits}):  # the same for every channel
+        assert torch.equal(attend(q, k, v, per_value_channel=True, **decays), attend(q, k, v, **decays))
 
 
 @pytest.mark.parametrize("per_value_channel", [False, True])
@@ -110,6 +113,26 @@ def test_float16_gradients_of_normalizers_are_finite(per_value_channel: bool) ->
         results.append(torch.autograd.grad((y * v.to(dtype)).sum(), x[:3]))
     for got, exact in zip(*results, strict=True):
         assert (got.double() - exact).norm() <= 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("tokens", ["all", "padded", "packed"])
+def test_bfloat16_gradients_of_masks_per_channel_of_values(tokens: str) -> None:
+    """Use strong decays: gradients of queries and keys nearly cancel between numerators and normalizers."""
+    q, k, v, decay = inputs(length=100, k=32, v=32, vector=True, dtype=torch.float32)
+    leaves = [F.normalize(x, dim=-1) for x in (q, k)] + [v, decay * torch.logspace(0, 2, 32)]
+    options: dict[str, Tensor] = {}
+    if tokens == "padded":
+        options["mask"] = torch.arange(100) % 7 < torch.tensor([[7], [5]])
+    if tokens == "packed":
+        leaves, options["cu_seqlens"] = [x[:1] for x in leaves], torch.tensor([0, 0, 30, 31, 31, 100])
+    leaves = [x.bfloat16() for x in leaves[:3]] + leaves[3:]
+    results = []
+    for dtype in (None, torch.float64):
+        x = [leaf.detach().to(dtype or leaf.dtype).requires_grad_() for leaf in leaves]
+        y = attend(*x, per_value_channel=True, form="scans" if dtype is None else "chunked", **options)
+        results.append([y, *torch.autograd.grad((y * leaves[2].flip(1)).sum(), x)])
+    errors = [((got.double() - exact).norm() / exact.norm()).item() for got, exact in zip(*results, strict=True)]
+    assert max(errors) < 8e-3, errors
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
