@@ -317,8 +317,8 @@ def _file(path: str | Path, name_in_folder: str) -> Path:
     if not path.is_file():
         raise FileNotFoundError(
             f"the tokenizer file {path} does not exist: set data.tokenizer.path (--vocab-file) to a file that exists, or train"
-            " one with python -m tools.train_tokenizer; make data-pile-sample, data-c4-sample and data-text-sample write those of"
-            " the samples (docs/guide/data.md)"
+            " one with python -m tools.train_tokenizer; make data-pile-sample, data-c4-sample, data-text-sample and"
+            " data-text-corpus write those of the samples (docs/guide/data.md)"
         )
     return path
 

@@ -115,9 +115,11 @@ def test_wrong_files(tmp_path):
         load_tokenizer("spm")
     with pytest.raises(ValueError, match="type 'hf' needs a path"):
         load_tokenizer("hf")
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     for kind, name in (("sentencepiece", "tokenizer.model"), ("hf", "tokenizer.json"), ("wordpiece", "vocab.txt")):
-        with pytest.raises(FileNotFoundError, match=name):
+        with pytest.raises(FileNotFoundError, match=name) as missing:
             load_tokenizer(kind, tmp_path)
+        assert all(target in str(missing.value) for target in re.findall(r"^data-[\w-]+", makefile, re.MULTILINE))
         (tmp_path / name).write_text("hello\n")
         with pytest.raises(ValueError, match=name):
             load_tokenizer(kind, tmp_path)
