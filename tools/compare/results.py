@@ -161,7 +161,7 @@ def progress_note(runs: Sequence[Run]) -> str:
     words = [f"{run.name} at step {at:,} of {run.config.schedule.train_steps:,}" for run, at in steps if at]
     if not_begun := sum(not at for _, at in steps):
         words.append(f"{not_begun} not started")
-    return f"{len(open_runs)} of {len(runs)} runs are not complete: {', '.join(words)}."
+    return f"{len(open_runs)} of {len(runs)} runs are not complete: {'; '.join(words)}."
 
 
 def _deviation(values: Sequence[float]) -> float:
