@@ -170,6 +170,11 @@ def _train(
     from tools.compare.launcher import run_all
     from tools.compare.launches import recorded_launch
 
+    last: set[str] = set()
+    if comparison.ladder is not None and not options.tune:
+        rungs = comparison.ladder.rungs()
+        last = {run.name for run in runs if rungs[run.size][0] == comparison.ladder.largest}
+
     def after_run(failed: Collection[str]) -> None:
         if comparison.ladder is not None and not options.tune:
             store_predictions(comparison, comparison.ladder, runs, failed)
@@ -185,7 +190,9 @@ def _train(
             workers=workers,
             minutes=comparison.time_budget_minutes,
             tune_kernels=comparison.tune_kernels,
-            in_order=comparison.ladder is not None,  # the smaller sizes predict the largest one, so they come first
+            # The smaller sizes predict the largest one, so they come first.
+            in_order=comparison.ladder is not None,
+            last=last,
             progress=True,
             after_run=after_run,
         )

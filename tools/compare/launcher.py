@@ -85,6 +85,7 @@ def run_all(
     minutes: float | None = None,
     tune_kernels: bool = False,
     in_order: bool = False,
+    last: Collection[str] = (),
     progress: bool = True,
     after_run: Callable[[Collection[str]], None] = lambda failed: None,
 ) -> Outcome:
@@ -98,22 +99,30 @@ def run_all(
         minutes: time limit, after which every run saves and stops. The same call continues.
         tune_kernels: see `Comparison`.
         in_order: train in the order of `runs`, not the longest first.
+        last: names of runs that start when all others are complete or have failed.
         after_run: called before the training and after every run, with the names of the failed runs.
     """
     outcome = Outcome()
     waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
     incomplete = [run for run in (runs if in_order else _sorted_runs(runs)) if not run.complete]
-    for run in incomplete:
+    for run in sorted(incomplete, key=lambda run: run.name in last):
         waiting.put(run)
     stop = threading.Event()
     slots = [_Slot(device, tune_kernels) for _ in range(workers) for device in devices][: len(incomplete)]
     threads_each = max(1, (os.cpu_count() or 1) // max(1, len(slots)))
+
+    def others_ended() -> bool:
+        return all(run.complete or run.name in outcome.failed for run in incomplete if run.name not in last)
 
     def serve(slot: _Slot) -> None:
         while not stop.is_set():
             try:
                 run = waiting.get_nowait()
             except queue.Empty:
+                break
+            while run.name in last and not (stop.is_set() or others_ended()):
+                time.sleep(_POLL_SECONDS)
+            if stop.is_set():
                 break
             status = slot.train(run, threads_each)
             if not run.complete and not stop.is_set():

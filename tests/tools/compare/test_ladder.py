@@ -73,6 +73,7 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes
     words = ["--models", "kda", "--seeds", "1", "--devices", "0", "model.vocab_size=512"]
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words]) == 1
     assert given["in_order"]
+    assert given["last"] == {"kda-5m-10x-seed1"}
     sizes = [name.split("-")[1] for name in given["names"]]
     assert sizes == ["600k"] * 3 + ["1200k"] * 2 + ["2500k"] * 2 + ["5m"]
     measured: list[str] = []

@@ -264,6 +264,34 @@ def test_runs_are_sorted_by_seed_and_longest_first(place: Path, tmp_path: Path, 
     assert trained[11:] == [run.name for run in runs]
 
 
+def test_the_last_runs_start_when_all_others_have_ended(place: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(place)
+    runs = [replace(run, folder=tmp_path / run.name) for run in plan_runs(read_comparison(Path("tiny.yml")))][:4]
+    last, failing = runs[0].name, runs[2].name
+    ended: list[str] = []
+
+    class Slot:
+        def __init__(self, *_: Any) -> None: ...
+
+        def train(self, run: Run, _threads: int) -> int:
+            if run.name == last:
+                assert len(ended) == 3
+            else:
+                time.sleep(0.3)  # longer than the other slots need to ask for the next run
+            ended.append(run.name)
+            if run.name != failing:
+                write_text(run.folder / "summary.json", "{}")
+            return 0
+
+        def close(self) -> None: ...
+
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr("tools.compare.launcher._Slot", Slot)
+    assert list(run_all(runs, devices=["0"], workers=4, last=[last], progress=False).failed) == [failing]
+    assert ended[3:] == [last]
+
+
 def test_a_worker_has_its_device_and_its_share_of_the_cores(monkeypatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr("subprocess.Popen", lambda words, **more: started.append((words, more["env"])))
