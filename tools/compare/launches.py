@@ -75,7 +75,7 @@ def launch_note(folder: Path) -> str:
     if sampled := [line for line in lines if line["busy"] is not None]:
         seconds = sum(line["seconds"] for line in sampled)
         busy = sum(line["seconds"] * line["busy"] for line in sampled) / max(seconds, 1e-9)
-        workers = ", ".join(map(str, dict.fromkeys(line["workers"] for line in sampled)))
+        workers = " or ".join(map(str, sorted({line["workers"] for line in sampled})))
         note += f"; kernels ran in {busy:.0%} of the GPU's time, {workers} runs at once per GPU"
     return note + "."
 
