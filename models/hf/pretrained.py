@@ -123,7 +123,13 @@ class MetalionPreTrainedModel(PreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds are both given or both missing: give exactly one of them")
         inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
-        mask = input_mask = _mask_of(attention_mask, inputs.shape[1])
+        cache = past_key_values
+        if cache is not None and not isinstance(cache, RecurrentCache):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}, expected a RecurrentCache: leave it out, or give the "
+                "past_key_values that an earlier call of this model returned"
+            )
+        mask = input_mask = _mask_of(attention_mask, inputs.shape[1], 0 if cache is None else cache.seen)
         order = _real_tokens_first(mask)
         if mask is not None and order is not None:
             rows = torch.arange(len(order), device=order.device)[:, None]
@@ -132,12 +138,6 @@ class MetalionPreTrainedModel(PreTrainedModel):
                 input_ids = input_ids[rows, order]
             else:
                 inputs_embeds = inputs[rows, order]
-        cache = past_key_values
-        if cache is not None and not isinstance(cache, RecurrentCache):
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__}, expected a RecurrentCache: leave it out, or give the "
-                "past_key_values that an earlier call of this model returned"
-            )
         if use_cache and cache is None:
             cache = RecurrentCache()
         states = cache.states if cache is not None and cache.states else [None] * (len(self.blocks) + 1)
@@ -210,14 +210,17 @@ def _real_tokens_first(mask: Tensor | None) -> Tensor | None:
     return (~mask).int().argsort(dim=1, stable=True) if bool((begins.sum(1) > 1).any()) else None
 
 
-def _mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """Return the mask [batch, length] bool of the last positions, None if all are real. ValueError for another shape."""
+def _mask_of(attention_mask: Tensor | None, length: int, seen: int) -> Tensor | None:
+    """Return the mask [batch, length] bool of the inputs, None if all are real. ValueError for another shape.
+
+    seen: positions in the cache, which the mask may also cover.
+    """
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] < length:
+    if attention_mask.dim() != 2 or attention_mask.shape[1] not in (length, seen + length):
+        cached = f", or [batch, {seen + length}] with the {seen} positions of the cache" if seen else ""
         raise ValueError(
-            f"attention_mask {list(attention_mask.shape)}: expected [batch, {length}] with 1 for real tokens, or with a cache "
-            "[batch, seen + length]"
+            f"attention_mask {list(attention_mask.shape)}: expected [batch, {length}] with 1 for real tokens{cached}"
         )
     mask = attention_mask[:, -length:].bool()
     if not torch.compiler.is_compiling() and bool(mask.all()):

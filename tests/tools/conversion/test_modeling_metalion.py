@@ -126,8 +126,15 @@ def test_padding_between_real_tokens() -> None:
 
 
 def test_mask_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"attention_mask \[1, 3\]: expected \[batch, 5\]"):
-        causal_model()(tokens(1, 5), attention_mask=torch.ones(1, 3))
+    model = causal_model()
+    for length in (3, 6):
+        with pytest.raises(ValueError, match=rf"attention_mask \[1, {length}\]: expected \[batch, 5\] with 1 for"):
+            model(tokens(1, 5), attention_mask=torch.ones(1, length))
+    cache = model(tokens(1, 3), use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match=r"expected \[batch, 5\] .*, or \[batch, 8\] with the 3 positions of the cache"
+    ):
+        model(tokens(1, 5), attention_mask=torch.ones(1, 7), past_key_values=cache)
 
 
 def test_loss_equals_the_trainers() -> None:
