@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from ...backend import disable_compile
 from ..gla.gated_linear_attention import local_gated_linear_attention
 from ..gla.select_kernel import GLAArguments
+from ..varlen import check_packed
 
 
 def two_scans(
@@ -49,6 +50,7 @@ def two_scans(
     scan = _scan_per_value_channel if per_value_channel else _scan
     flipped = last = None
     if cu_seqlens is not None:
+        check_packed(q, cu_seqlens)
         # The last token of a segment has no next token. An empty segment ends where the previous one does.
         last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
         flipped = q.shape[1] - cu_seqlens.flip(0)
