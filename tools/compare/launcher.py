@@ -124,7 +124,12 @@ def run_all(
                 time.sleep(_POLL_SECONDS)
             if stop.is_set():
                 break
-            status = slot.train(run, threads_each)
+            try:
+                status = slot.train(run, threads_each)
+            except (OSError, ValueError) as error:  # the worker did not start, or wrote something else than a status
+                outcome.failed[run.name] = f"the worker failed: {error}"
+                tqdm.write(f"{run.name} failed: {error}", file=sys.stderr)
+                break
             if not run.complete and not stop.is_set():
                 outcome.failed[run.name] = _end_of_log(run, status)
                 tqdm.write(f"{run.name} failed: {outcome.failed[run.name].splitlines()[-1]}", file=sys.stderr)

@@ -279,8 +279,9 @@ def test_the_last_runs_start_when_all_others_have_ended(place: Path, tmp_path: P
             else:
                 time.sleep(0.3)  # longer than the other slots need to ask for the next run
             ended.append(run.name)
-            if run.name != failing:
-                write_text(run.folder / "summary.json", "{}")
+            if run.name == failing:
+                raise OSError("no memory")
+            write_text(run.folder / "summary.json", "{}")
             return 0
 
         def close(self) -> None: ...
@@ -288,7 +289,8 @@ def test_the_last_runs_start_when_all_others_have_ended(place: Path, tmp_path: P
         def kill(self) -> None: ...
 
     monkeypatch.setattr("tools.compare.launcher._Slot", Slot)
-    assert list(run_all(runs, devices=["0"], workers=4, last=[last], progress=False).failed) == [failing]
+    failed = run_all(runs, devices=["0"], workers=4, last=[last], progress=False).failed
+    assert failed == {failing: "the worker failed: no memory"}
     assert ended[3:] == [last]
 
 
