@@ -51,8 +51,7 @@ def states_forward_kernel(
             at, flags = tl.load(table + n * 4 + 2) * H + bh % H, tl.load(table + n * 4 + 3)
             state = tl.where((flags & 1) != 0, 0.0, state)
             if EDGE:
-                first = ((flags & 1) != 0) & (of_matrix == 0)
-                state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & first, other=0.0)
+                state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & ((flags & 1) != 0), other=0.0)
         before = state.to(rounded)
         if not MAPS:
             tl.store(state_at(states, bh * N + n, ck, cv, V, K), before, mask=inside)

@@ -2,7 +2,8 @@
 
     S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_(t-1) + beta_t k_t v_t^T.     o_t = scale S_t^T q_t.
 `wy.py` computes the effect of a chunk's tokens on each other, `chunk_state.py` the states from chunk to chunk,
-`chunk_output.py` the outputs and gradients. The backward pass recomputes everything except P and T of `wy.py`.
+`chunk_output.py` the outputs and gradients. The backward pass recomputes everything except P and T of `wy.py`, and M and
+the states between groups of `chunk_state.py`.
 Reference: `models/operators/delta_rule/chunked.py`. Equations: arXiv 2406.06484, 2412.06464, 2510.26692.
 """
 
@@ -66,7 +67,9 @@ class DeltaRuleCase:
 
     @property
     def groups(self) -> int:
-        """Return the groups of chunks that are processed at once."""
+        """Return the groups of chunks that are processed at once: one for packed rows, whose sequences begin inside groups."""
+        if self.segments:
+            return 1
         programs = self.rows * -(-self.dim_v // _TILE)
         groups = min(_MOST_GROUPS, _PROGRAMS // programs, self.chunks // _GROUP)
         return groups if groups >= 4 else 1
@@ -341,8 +344,8 @@ def _scan_launch(case: DeltaRuleCase, backward: bool, edge: bool, leave: bool, m
 
 @lru_cache(4096)
 def _compose_launch(case: DeltaRuleCase, backward: bool, edge: bool) -> Launch:
-    """Return the launch of the states at the edges of groups. Packed sequences begin inside groups."""
+    """Return the launch of the states at the edges of groups."""
     return Launch(
-        compose_kernel, (-(-case.dim_v // 32), case.rows), case.dim_k, case.dim_v, _TILE, 32, edge and not case.segments,
+        compose_kernel, (-(-case.dim_v // 32), case.rows), case.dim_k, case.dim_v, _TILE, 32, edge,
         case.groups, backward, num_warps=4, num_stages=1,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The elementwise steps around the delta rule, one kernel forward and one backward each, computed in float32.
 
     unit_length: x / sqrt(sum x^2 + e)      gated_norm: act(gate) w o / rms_head(o)      channel_decay: -exp(a) softplus(x + b)
-Reference: `models/layers/delta_rule_mixer.py`.
+References: `models/layers/delta_rule_mixer.py`, and `models/operators/delta_rule/softplus_decay.py` for the decay.
 """
 
 from __future__ import annotations

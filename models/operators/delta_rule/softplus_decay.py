@@ -12,8 +12,9 @@ from ...precision import to_accumulation_dtype
 
 
 class SoftplusDecay(NamedTuple):
-    """Hold the log decay -exp(a_log) softplus(logits + dt_bias); the Triton kernels of the delta rule compute it themselves.
+    """Hold the log decay -exp(a_log) softplus(logits + dt_bias).
 
+    The Triton kernels of the delta rule compute it from 16-bit logits, if every channel has a decay of its own.
     logits, dt_bias: [..., heads] for one decay per head, or [..., heads, dim] for one per channel. a_log: [heads].
     """
 

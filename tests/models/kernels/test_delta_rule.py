@@ -112,14 +112,14 @@ def test_decay_gate_in_the_kernels(decay: str) -> None:
         assert (actual - expected).norm() / expected.norm() < 1e-3
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 60, 60, 290, 398]])
-def test_groups_of_chunks(cu_seqlens: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven chunks in four groups, with sequences that begin inside and at the edge of a group."""
+@pytest.mark.parametrize(("length", "cu_seqlens"), [(398, None), (512, [0, 256, 512])])
+def test_groups_of_chunks(length: int, cu_seqlens: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven chunks in four groups. Packed rows of any length have one group: a document begins where a group would."""
     from models.kernels.delta_rule import delta_rule as kernels
 
     monkeypatch.setattr(kernels, "_GROUP", 1)
     monkeypatch.setattr(kernels, "_MOST_GROUPS", 4)
-    check((1, 398, 1, 16, 24), False, cu_seqlens=cu_seqlens)
+    check((1, length, 1, 16, 24), False, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("dim", [16, 24])
