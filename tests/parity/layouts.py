@@ -15,6 +15,7 @@ VOCAB, LENGTH, STEPS, MICRO_BATCHES, LR, WARMUP = 96, 24, 4, 4, 1e-4, 2
 MATRIX_STEPS = 3  # of them in the parity matrix: the weights, then the moments of the first step act on the next one
 
 LION = {"lion": {"variant": "s"}}
+S4D = {"decay_init": "s4d_lin", "value_init": "zero_order_hold"}
 MODELS: dict[str, dict[str, Any]] = {
     "metala": {"mixers": ("metala",)},
     "lion_causal": {"mixers": ("lion",), "mixer_options": LION},
@@ -32,12 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "decay_per_channel": {
         "mixers": ("lion", "metala_bidirectional"),
         "mixer_options": {
-            "lion": {
-                "causal": False,
-                "decay_per": "value_channel",
-                "decay_init": "s4d_lin",
-                "value_init": "zero_order_hold",
-            },
+            "lion": {"causal": False, "decay_per": "value_channel", **S4D},
             "metala_bidirectional": {"decay_init": "hippo"},
         },
     },

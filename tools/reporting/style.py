@@ -184,5 +184,5 @@ def grouped_bars(
                 alpha=0.45 if name in faint else 1.0,
                 error_kw={"lw": 0.9, "ecolor": "#444444"},
             )
-    axes.set_xticks(range(len(labels)), labels, fontsize=8)
+    axes.set_xticks(range(len(labels)), labels, fontsize=8 if len(labels) < 9 else 7)
     axes.grid(axis="x", visible=False)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+import pytest
+
+from megatron_lite.config.loader import ConfigError, load_config
 
 
 @dataclass(frozen=True)
@@ -32,3 +37,14 @@ REQUIRED = (
     "optimizer.lr=3e-4",
     "schedule.train_steps=100",
 )
+
+
+def problems(
+    *overrides: str, file: Path | None = None, required: tuple[str, ...] = REQUIRED, ranks: int = 1
+) -> list[str]:
+    """Return the problems for which the configuration is refused."""
+    files = [] if file is None else [file]
+    with pytest.raises(ConfigError) as caught:
+        load_config(files, [*required, *overrides], model_type=StandIn, world_size=ranks)
+    assert list(caught.value.problems) == [line[4:] for line in str(caught.value).splitlines()[1:]]
+    return list(caught.value.problems)

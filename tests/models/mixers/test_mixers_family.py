@@ -6,14 +6,13 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.config import ModelConfig
 from models.language_model import LanguageModel
@@ -333,138 +332,6 @@ def test_the_documentation_has_a_row_that_counts_the_parameters(name: str) -> No
     for size, heads in ((64, 4), (128, 2)):
         count = sum(p.numel() for p in build((name, {}), size=size, heads=heads).parameters())
         assert count == eval(formula, {"d": size, "h": heads}), cells[2]
-
-
-def initial_mixer(name: str, options: dict[str, Any]) -> Any:
-    torch.manual_seed(3)
-    config = ModelConfig(
-        vocab_size=8, num_layers=1, hidden_size=32, num_heads=4, mixers=(name,), mixer_options={name: options}
-    )
-    return MIXERS[name](config, 0, config.options_of(name))
-
-
-def test_initial_lion_decays() -> None:
-    def decays(**options: Any) -> list[float]:
-        return torch.sigmoid(initial_mixer("lion", options).decay.double()).tolist()
-
-    assert decays(decay_init="half") == [0.5] * 4
-    assert decays(variant="d", decay_init="retnet") == pytest.approx([1 - 2.0 ** (-5 - h) for h in range(4)], abs=1e-8)
-    assert decays(decay_init="half_life", half_life=10) == pytest.approx([0.5**0.1] * 4, rel=1e-6)
-
-
-def test_initial_decays_and_values_of_long_range_arena() -> None:
-    """HiPPO-LegS has the diagonal -(n + 1). A zero-order hold is Lambda^-1 (Lambda - I)."""
-    options = {"decay_per": "channel", "decay_init": "hippo", "dt_min": 0.01, "dt_max": 0.08, "init_std": 0.1}
-    rates = torch.outer(torch.tensor([0.01, 0.02, 0.04, 0.08], dtype=torch.float64), torch.arange(1.0, 9.0).double())
-    lion = initial_mixer("lion", {**options, "value_init": "zero_order_hold"})
-    torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-rates).exp().flatten(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(lion.v_proj.weight.double().diag(), 1 - rates.exp().flatten())
-    assert lion.v_proj.weight.count_nonzero() == 32
-    lin = initial_mixer(
-        "lion", {**options, "decay_init": "s4d_lin", "decay_per": "value_channel", "causal": False}
-    ).decay
-    steps = 0.01 * 8 ** (torch.arange(32, dtype=torch.float64) / 31)
-    torch.testing.assert_close(torch.sigmoid(lin.double()), (-steps / 2).exp(), rtol=1e-6, atol=0)
-    for weight in (lion.q_proj.weight, lion.k_proj.weight, lion.decay_weight):
-        assert weight.std().item() == pytest.approx(0.1, rel=0.1)
-    for name in ("metala", "metala_bidirectional"):
-        metala = initial_mixer(name, {"decay_init": "hippo", "dt_min": 0.01, "dt_max": 0.08})
-        alpha = torch.sigmoid(metala.decay.double()) ** (1 / 16)
-        torch.testing.assert_close(alpha, (-rates[:, :4]).exp().flatten(), rtol=1e-6, atol=0)
-
-
-def test_per_channel_decays_begin_as_those_of_their_head() -> None:
-    per_head, per_channel = (initial_mixer("lion", {"decay_per": per}).decay for per in ("head", "channel"))
-    assert torch.equal(per_head.repeat_interleave(8), per_channel)
-
-
-def test_hgrn2_lower_bounds_grow_with_depth() -> None:
-    """Return the smallest decay that a layer can have, for any value of its parameter."""
-
-    def smallest(layer: int, gamma: float) -> float:
-        mixer = build(("hgrn2", {}), torch.float64, layer=layer)
-        if mixer.lower_bound is not None:
-            nn.init.constant_(mixer.lower_bound, gamma)
-        return mixer._gates(torch.full((1, SIZE), -200.0, dtype=torch.float64))[0].exp().max().item()
-
-    assert smallest(0, 0.0) < 1e-80
-    assert smallest(1, 0.0) == pytest.approx(1 / 3)
-    assert smallest(0, 0.0) < smallest(1, -9.0) < smallest(1, 9.0) < smallest(2, -9.0) < smallest(2, 9.0) < 1
-
-
-@pytest.mark.parametrize(
-    ("mixer", "options", "message"),
-    [
-        ("lion", {"variant": "x"}, r"lion\.variant = 'x': allowed are lit, d, s, lstm, grfa"),
-        (
-            "lion",
-            {"phi": "gelu"},
-            r"lion\.phi = 'gelu': allowed are silu, silu_paper, elu, sigmoid, relu, softplus, none",
-        ),
-        (
-            "lion",
-            {"variant": "lit", "decay_per": "channel"},
-            r"lion\.decay_per = channel with variant = lit, .* no decay",
-        ),
-        (
-            "lion",
-            {"variant": "lit", "value_init": "zero_order_hold"},
-            r"value_init = zero_order_hold with variant = lit",
-        ),
-        ("lion", {"decay_init": "hippo"}, r"decay_init = hippo with decay_per = head: .*lion\.decay_per = channel"),
-        ("lion", {"decay_init": "s4d_lin"}, r"decay_init = s4d_lin with decay_per = head"),
-        (
-            "lion",
-            {"decay_per": "value_channel"},
-            r"variant = s, causal = true: it is for variants d and s with causal = false",
-        ),
-        (
-            "lion",
-            {"decay_per": "value_channel", "variant": "grfa", "causal": False},
-            r"variant = grfa, causal = false: it is",
-        ),
-        ("lion", {"dt_min": 0.2}, r"lion\.dt_min = 0\.2 with dt_max = 0\.1: set 0 < dt_min <= dt_max"),
-        ("lion", {"init_std": 0.0}, r"lion\.init_std = 0\.0: must be greater than 0"),
-        ("metala", {"dt_min": 0.0}, r"metala\.dt_min = 0 with dt_max = 0\.1"),
-        ("metala_bidirectional", {"dt_max": 0.0}, r"metala_bidirectional\.dt_min = 0\.001 with dt_max = 0"),
-        ("lion", {"half_life": 0}, r"lion\.half_life = 0: must be greater than 0"),
-        ("lion", {"mask_convention": "shifted"}, r"causal = false"),
-        ("lion", {"phi": "none"}, r"normalizers may be 0"),
-        ("lion", {"variant": "lstm", "scaled": False}, r"max\(\|normalizer\|, 1\)"),
-        ("metala_bidirectional", {"preset": "x"}, r"metala_bidirectional\.preset = 'x': allowed are released, paper"),
-        ("metala_bidirectional", {"conv_kernel": 0}, r"metala_bidirectional\.conv_kernel = 0: must be at least 1"),
-        ("normalised_attention", {"normaliser": "x"}, r"allowed are exp, softplus, sigmoid"),
-        ("gla", {"low_rank": 0}, r"gla\.low_rank = 0: must be at least 1"),
-        ("gla", {"temperature": 0}, r"gla\.temperature = 0: must be greater than 0"),
-        ("gla", {"conv_kernel": -1}, r"gla\.conv_kernel = -1: must be at least 0"),
-        ("gla", {"expand_k": 0.3}, r"key_dim of gla, .* 0\.3 = 9\.6: must be a whole number, which model\.num_heads"),
-        ("gla", {"expand_k": inf}, r"gla\.expand_k = inf: must be greater than 0 and finite"),
-        ("gla", {"norm_eps": inf}, r"gla\.norm_eps = inf: must be greater than 0 and finite"),
-        ("metala", {"dt_max": inf}, r"dt_max = inf: set 0 < dt_min <= dt_max, both finite"),
-        ("retnet", {"rotary_base": 0.0}, r"retnet\.rotary_base = 0\.0: must be greater than 0"),
-        ("transnormer", {"phase_base": -1.0}, r"transnormer\.phase_base = -1\.0: must be greater than 0"),
-        ("metala", {"dynamic_decay": False}, r"key_projection = true"),
-        ("metala", {"expand_k": 0}, r"metala\.expand_k = 0: must be greater than 0"),
-        ("linear_attention", {"feature_map": "x"}, r"linear_attention\.feature_map = 'x': allowed are elu, taylor"),
-        ("linear_attention", {"feature_dim": 0}, r"linear_attention\.feature_dim = 0: must be at least 1"),
-        ("retnet", {"expand_v": 0}, r"retnet\.expand_v = 0: must be at least 1"),
-        ("transnormer", {"phase": "x"}, r"transnormer\.phase = 'x': allowed are all, first, none"),
-    ],
-)
-def test_invalid_options_are_refused(mixer: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build((mixer, options))
-
-
-@pytest.mark.parametrize("mixer", ["gla", "retnet", "metala_bidirectional"])
-def test_heads_that_do_not_divide_are_refused(mixer: str) -> None:
-    with pytest.raises(ValueError, match=rf"num_heads = 8 does not divide .*\b{mixer}\b.*; nearest that do: .*4"):
-        build((mixer, {}), size=8, heads=8)
-
-
-def test_product_that_is_whole_up_to_rounding_is_a_key_dim() -> None:
-    """Multiply 90 by 0.7, which is 62.99999999999999 in binary."""
-    assert build(("gla", {"expand_k": 0.7}), size=90, heads=9).q_proj.out_features == 63
 
 
 def tiny(path: Path) -> ModelConfig:
