@@ -67,8 +67,11 @@ class StartedCommand:
 
     def processes(self) -> list[int]:
         """Return the ids of the live processes of the command, in ascending order."""
-        self.agent.poll()  # otherwise an ended agent stays a zombie
-        return [pid for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))) if self._is_ours(pid)]
+        # `has_ended` also removes an ended agent, which would stay a zombie. The environment of an agent that has just started is
+        # empty for a moment.
+        agent = set() if self.has_ended else {self.agent.pid}
+        pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+        return sorted(agent | {pid for pid in pids if self._is_ours(pid)})
 
     def victims(self) -> list[int]:
         """Return the live processes without which the run ends: all but the stack monitors."""
