@@ -27,9 +27,11 @@ def test_kernels_equal_the_chunked_form(
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
-def test_groups_of_chunks_equal_the_chunked_form(per_channel: bool) -> None:
-    """One long sequence with few heads."""
-    check(4096, 128, 128, torch.bfloat16, per_channel, 0.1, None)
+@pytest.mark.parametrize("bounds", [None, [0, 2048, 4096], [0, 1000, 1000, 4096]])
+def test_groups_of_chunks_equal_the_chunked_form(bounds: list[int] | None, per_channel: bool) -> None:
+    """One long sequence with few heads, and packed sequences, which begin where a group does or inside one."""
+    table = None if bounds is None else torch.tensor(bounds, device="cuda")
+    check(4096, 128, 128, torch.bfloat16, per_channel, 2e-3, table)
 
 
 @pytest.mark.parametrize("decay", [0.1, 4.0])

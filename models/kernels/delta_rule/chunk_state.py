@@ -51,7 +51,8 @@ def states_forward_kernel(
             at, flags = tl.load(table + n * 4 + 2) * H + bh % H, tl.load(table + n * 4 + 3)
             state = tl.where((flags & 1) != 0, 0.0, state)
             if EDGE:
-                state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & ((flags & 1) != 0), other=0.0)
+                first = ((flags & 1) != 0) & (of_matrix == 0)
+                state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & first, other=0.0)
         before = state.to(rounded)
         if not MAPS:
             tl.store(state_at(states, bh * N + n, ck, cv, V, K), before, mask=inside)
@@ -130,6 +131,9 @@ def states_backward_kernel(
         state = tl.dot(reading, update, state, input_precision=PRECISION)
         if PACKED and LEAVE:
             tl.store(state_at(leave, at, ck, cv, V, K), state, mask=inside & ((flags & 1) != 0))
+        if PACKED and MAPS:
+            # Nothing passes from a sequence to the one before it, which may end with the group before.
+            state = tl.where((flags & 1) != 0, 0.0, state)
     if MAPS:
         tl.store(state_at(group_edge, bh * GROUPS + group, ck, cv, V, K), state, mask=inside)
     elif LEAVE and not PACKED:

@@ -67,9 +67,7 @@ class DeltaRuleCase:
 
     @property
     def groups(self) -> int:
-        """Return the groups of chunks that are processed at once: one for packed rows, whose sequences begin inside groups."""
-        if self.segments:
-            return 1
+        """Return the groups of chunks that are processed at once."""
         programs = self.rows * -(-self.dim_v // _TILE)
         groups = min(_MOST_GROUPS, _PROGRAMS // programs, self.chunks // _GROUP)
         return groups if groups >= 4 else 1
@@ -344,8 +342,8 @@ def _scan_launch(case: DeltaRuleCase, backward: bool, edge: bool, leave: bool, m
 
 @lru_cache(4096)
 def _compose_launch(case: DeltaRuleCase, backward: bool, edge: bool) -> Launch:
-    """Return the launch of the states at the edges of groups."""
+    """Return the launch of the states at the edges of groups. Packed sequences begin and end inside groups."""
     return Launch(
-        compose_kernel, (-(-case.dim_v // 32), case.rows), case.dim_k, case.dim_v, _TILE, 32, edge,
+        compose_kernel, (-(-case.dim_v // 32), case.rows), case.dim_k, case.dim_v, _TILE, 32, edge and not case.segments,
         case.groups, backward, num_warps=4, num_stages=1,
     )  # fmt: skip

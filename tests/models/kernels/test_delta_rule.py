@@ -112,14 +112,20 @@ def test_decay_gate_in_the_kernels(decay: str) -> None:
         assert (actual - expected).norm() / expected.norm() < 1e-3
 
 
-@pytest.mark.parametrize(("length", "cu_seqlens"), [(398, None), (512, [0, 256, 512])])
-def test_groups_of_chunks(length: int, cu_seqlens: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven chunks in four groups. Packed rows of any length have one group: a document begins where a group would."""
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize(
+    ("length", "cu_seqlens"), [(398, None), (512, [0, 256, 512]), (512, [0, 70, 70, 300, 512, 512])]
+)
+def test_groups_of_chunks(
+    length: int, cu_seqlens: list[int] | None, states: bool, per_channel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven to ten chunks in four groups; sequences begin where a group does, and inside groups. The states last for long."""
     from models.kernels.delta_rule import delta_rule as kernels
 
     monkeypatch.setattr(kernels, "_GROUP", 1)
     monkeypatch.setattr(kernels, "_MOST_GROUPS", 4)
-    check((1, length, 1, 16, 24), False, cu_seqlens=cu_seqlens)
+    check((1, length, 1, 16, 24), per_channel, "none", cu_seqlens, states, strength=0.1)
 
 
 @pytest.mark.parametrize("dim", [16, 24])
