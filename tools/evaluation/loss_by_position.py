@@ -21,6 +21,9 @@ from tools.evaluation.request import TextRequest
 from tools.evaluation.request_cache import RequestCache
 from tools.loading.model import LoadedModel
 
+Mask = NDArray[np.bool_]
+Index = NDArray[np.int64]
+
 # Elements of logits computed at a time.
 _LOGITS = 1 << 24
 
@@ -89,27 +92,31 @@ def loss_by_position(
 ) -> LossByPosition:
     """Return the loss by position in pieces of `length` tokens. Each piece starts with an empty state, as in training.
 
-    Position 1 is the first token of a piece. It is predicted from one token. cache: as in `perplexity`.
+    With `data.reset_at_documents` each document starts a piece of its own. Position 1 is the first token of a piece. It is
+    predicted from one token. cache: as in `perplexity`.
     """
     total, count = np.zeros(length), np.zeros(length, np.int64)
     trained = int(loaded.config["batch"]["sequence_length"])
+    reset = loaded.config["data"]["reset_at_documents"]
     changes: list[float] = []
-    for batch in text_batches(loaded, text, length, batch_size, progress=progress):
-        tokens, labels, weight = batch["tokens"], batch["labels"], batch["loss_weight"]
-        real = (weight > 0).double()
+    for batch in text_batches(loaded, text, length, batch_size, reset_at_documents=reset, progress=progress):
+        real = (batch["loss_weight"] > 0).flatten().cpu().numpy()
+        piece, position = _places(batch, length)
 
-        def measure(tokens: Tensor = tokens, labels: Tensor = labels, real: Tensor = real) -> list[list[float]]:
-            nll = token_nll(loaded.model, tokens, labels)
-            change = torch.zeros(0)
-            if length > trained:
-                beyond = real[:, trained:].sum(1)
-                change = (nll * real)[:, trained:].sum(1) / beyond - nll[:, trained // 2 : trained].mean(1)
-                change = change[beyond > 0]
-            return [(nll * real).sum(0).tolist(), change.tolist()]
+        def measure(
+            batch: dict[str, Tensor] = batch, real: Mask = real, piece: Index = piece, position: Index = position
+        ) -> list[list[float]]:
+            nll = token_nll(loaded.model, batch["tokens"], batch["labels"], batch.get("cu_seqlens"))
+            nll = nll.flatten().cpu().numpy()
+            beyond = real & (position >= trained)
+            late = (position >= trained // 2) & (position < trained)
+            long = np.unique(piece[beyond])
+            change = _means(piece, nll, beyond)[long] - _means(piece, nll, late)[long]
+            return [np.bincount(position[real], nll[real], length).tolist(), change.tolist()]
 
         sums, change = cached(cache, "nll by position", batch, measure)
         total += sums
-        count += real.sum(0).long().cpu().numpy()
+        count += np.bincount(position[real], minlength=length)
         changes += change
     with np.errstate(invalid="ignore"):
         mean = total / count
@@ -118,14 +125,29 @@ def loss_by_position(
     )
 
 
-def token_nll(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _places(batch: dict[str, Tensor], length: int) -> tuple[Index, Index]:
+    """Return the piece of each token of a batch, and its position there from 0."""
+    tokens = batch["tokens"].numel()
+    bounds = batch["cu_seqlens"].cpu().numpy() if "cu_seqlens" in batch else np.arange(0, tokens + 1, length)
+    sizes = np.diff(bounds)
+    return np.repeat(np.arange(len(sizes)), sizes), np.arange(tokens) - np.repeat(bounds[:-1], sizes)
+
+
+def _means(piece: Index, nll: NDArray[np.float64], selected: Mask) -> NDArray[np.float64]:
+    """Return the mean nats of the selected tokens of each piece; nan without one."""
+    pieces = piece[-1] + 1
+    with np.errstate(invalid="ignore"):
+        return np.bincount(piece[selected], nll[selected], pieces) / np.bincount(piece[selected], minlength=pieces)
+
+
+def token_nll(model: LanguageModel, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return the nats of every label in float64, [batch, length]. The logits are computed in parts.
 
-    tokens, labels: [batch, length].
+    tokens, labels: [batch, length]. cu_seqlens: as `LanguageModel.forward`.
     """
     x = tokens
     for layer in (model.embedding, *model.blocks):
-        x = layer(x)
+        x = layer(x, cu_seqlens=cu_seqlens)
     rows, targets = x.flatten(0, 1), labels.flatten().clamp_min(0)
     step = max(1, _LOGITS // model.config.vocab_size)
     nll = []

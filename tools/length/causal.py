@@ -2,6 +2,7 @@
 
 Each token is predicted once per length from the tokens before it in its piece, so that only the context differs. The effect
 of the context is a token's loss minus its loss in a piece of the trained length. Standard errors are over the longest pieces.
+With `data.reset_at_documents` each document starts with an empty state, as in training.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from data.datasets.causal import SequentialDataset
 from tools.evaluation.loss_by_position import token_nll
@@ -74,16 +76,32 @@ def loss_over_length(
     progress: called after each piece of each length.
     """
     trained, longest = int(loaded.config["batch"]["sequence_length"]), max(lengths)
-    pieces = SequentialDataset(prefix, sequence_length=longest, first_token=loaded.tokenizer.end_of_document_id)
+    pieces = SequentialDataset(
+        prefix,
+        sequence_length=longest,
+        first_token=loaded.tokenizer.end_of_document_id,
+        reset_at_documents=loaded.config["data"]["reset_at_documents"],
+    )
     count = pieces_read(pieces.num_tokens, longest, tokens)
     nll = np.empty((len(lengths), count, longest), np.float32)
     for number in range(count):
         piece = pieces[number]
         for index, length in enumerate(lengths):
-            rows = (piece[key].view(-1, length).to(loaded.device) for key in ("tokens", "labels"))
-            nll[index, number] = token_nll(loaded.model, *rows).flatten().cpu().numpy()
+            rows = cut(piece, length, loaded.device)
+            loss = token_nll(loaded.model, rows["tokens"], rows["labels"], rows.get("cu_seqlens"))
+            nll[index, number] = loss.flatten().cpu().numpy()
             progress()
     return LossOverLength(trained, tuple(lengths), nll)
+
+
+def cut(piece: dict[str, Tensor], length: int, device: torch.device) -> dict[str, Tensor]:
+    """Return a piece as rows of `length` tokens; with "cu_seqlens" as one row whose segments also end after `length`."""
+    cut_piece = {key: value.to(device) for key, value in piece.items()}
+    bounds = cut_piece.pop("cu_seqlens", None)
+    if bounds is None:
+        return {key: value.view(-1, length) for key, value in cut_piece.items()}
+    ends = torch.arange(0, len(cut_piece["tokens"]) + 1, length, dtype=bounds.dtype, device=device)
+    return {**{key: value[None] for key, value in cut_piece.items()}, "cu_seqlens": torch.cat([bounds, ends]).unique()}
 
 
 def pieces_read(tokens_in_file: int, longest: int, tokens: int) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from data.datasets.masked import MaskedDataset
 from data.datasets.masking import masking_for
-from tools.length.causal import pieces_read
+from tools.length.causal import cut, pieces_read
 from tools.loading.model import LoadedModel
 
 
@@ -30,16 +30,22 @@ def masked_accuracy(
     settings = loaded.config["data"]["masked"]
     masking = masking_for(loaded.tokenizer, settings["validation_rate"], settings["whole_word"])
     rows = MaskedDataset(
-        prefix, masking, loaded.tokenizer, sequence_length=longest, num_samples=None, seed=0, layout="packed"
+        prefix,
+        masking,
+        loaded.tokenizer,
+        sequence_length=longest,
+        num_samples=None,
+        seed=0,
+        layout="packed",
+        reset_at_documents=loaded.config["data"]["reset_at_documents"],
     )
     nll = weight = 0.0
     num_correct = torch.zeros((), dtype=torch.float64, device=loaded.device)
     for number in range(pieces_read(rows.num_tokens, longest, tokens)):
-        row = rows[number]
-        batch = {key: row[key].view(-1, length).to(loaded.device) for key in ("tokens", "labels", "loss_weight")}
+        batch = cut(rows[number], length, loaded.device)
         hidden = batch["tokens"]
         for layer in (loaded.model.embedding, *loaded.model.blocks):
-            hidden = layer(hidden)
+            hidden = layer(hidden, cu_seqlens=batch.get("cu_seqlens"))
         targets = {"labels": batch["labels"], "loss_weight": batch["loss_weight"], "num_correct": num_correct}
         nll += loaded.model.head(hidden, **targets).item()
         weight += batch["loss_weight"].sum().item()

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from argparse import Namespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,16 @@ import torch
 
 import eval as command
 from data.datasets.causal import SequentialDataset
+from data.indexed import IndexedTokens
+from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.config.loader import load_config
+from megatron_lite.parallel.grid import init_grid
+from megatron_lite.validation import evaluate
+from models.config import ModelConfig
 from tools.evaluation.request import TextRequest
+from tools.loading.engine import build_engine
 from tools.loading.model import load_located, load_model
+from tools.pretraining.data import validation_set
 
 
 def test_loss_by_position(trained_run, tmp_path, capsys):
@@ -86,6 +95,37 @@ def test_loss_by_position_sums_to_the_perplexity(trained_run):
     total = float(np.nansum(actual.nll * actual.tokens))
     assert total / actual.tokens.sum() == pytest.approx(whole["loss"], rel=1e-6)
     assert actual.mean(1, 48) == pytest.approx(whole["bits_per_byte"], rel=1e-6)
+
+
+def test_positions_of_a_run_with_resets_count_from_the_start_of_a_document(trained_run):
+    from tools.evaluation.loss_by_position import loss_by_position, token_nll
+    from tools.evaluation.perplexity import validation_text
+
+    loaded = load_model(trained_run, device="cpu")
+    words = ["data.reset_at_documents=true"]
+    config = load_config([loaded.checkpoint / "config.yml"], words, model_type=ModelConfig, world_size=1)
+    loaded = replace(loaded, config={**loaded.config, "data": {**loaded.config["data"], "reset_at_documents": True}})
+    text, grid = validation_text(loaded), init_grid("cpu")
+    engine = build_engine(config, grid, "fp32")
+    Checkpointer(engine, loaded.checkpoint.parent).load()
+    validation = evaluate(engine, validation_set(config, str(text.prefix), None, loaded.tokenizer, grid), None)
+    engine.close()
+    actual = loss_by_position(loaded, text, length=32, batch_size=3, progress=False)
+    assert np.nansum(actual.nll * actual.tokens) / actual.tokens.sum() == pytest.approx(validation["loss"], rel=1e-6)
+
+    file = IndexedTokens(text.prefix)
+    documents = [file[number].astype(np.int64) for number in range(len(file))]
+    expected = []
+    for document, following in itertools.pairwise([*documents, documents[-1][:0]]):
+        labels = np.concatenate([document[1:], following[:1]])
+        with torch.no_grad():
+            tokens = torch.tensor(document[None, : len(labels)])
+            expected.append(token_nll(loaded.model, tokens, torch.tensor(labels[None]))[0])
+    actual = loss_by_position(loaded, text, length=file.num_tokens, batch_size=1, progress=False)
+    assert actual.tokens[40] == sum(len(nll) > 40 for nll in expected) > 1
+    assert actual.nll[40] == pytest.approx(np.mean([nll[40] for nll in expected if len(nll) > 40]), rel=1e-5)
+    changes = [(nll[32:].mean() - nll[16:32].mean()).item() for nll in expected if len(nll) > 32]
+    assert actual.changes == pytest.approx(changes, abs=1e-6)
 
 
 def test_changes_of_pieces_equal_means_of_their_tokens(trained_run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 from data.indexed import IndexedTokens, IndexedWriter
 from models.config import ModelConfig
 from tests.tools.masked_lm.conftest import masked_run
-from tools.evaluation.perplexity import validation_text
+from tools.evaluation.perplexity import TokenText, perplexity, validation_text
 from tools.length import plot
 from tools.length.__main__ import _lengths, main, measure_run
 from tools.length.masked import accuracy_table
-from tools.loading.model import load_model
+from tools.loading.model import LoadedModel, load_model
 from tools.reporting import style
 
 __all__ = ["masked_run"]
@@ -60,6 +61,28 @@ def test_every_token_at_every_length(trained_run: Path, tmp_path: Path, capsys) 
     assert abs(result["by_position"][3]["change"]) > 1e-6
     assert out.stat().st_size > 8000
     assert "| 128            |     4 x |" in capsys.readouterr().out
+
+
+def with_resets(run: Path) -> LoadedModel:
+    loaded = load_model(run, device="cpu")
+    return replace(loaded, config={**loaded.config, "data": {**loaded.config["data"], "reset_at_documents": True}})
+
+
+def test_documents_of_a_run_with_resets_share_no_context(trained_run: Path, masked_run: Path, tmp_path: Path) -> None:
+    causal, masked = with_resets(trained_run), with_resets(masked_run)
+    tokens = np.random.default_rng(0).integers(5, 18, 1024).astype(np.uint16)
+    for name, ends in (("documents", [3, 50, 61, 90, 128]), ("aligned", range(128, 1025, 128))):
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            for start, end in itertools.pairwise([0, *ends]):
+                writer.add_document(tokens[start:end])
+    text = TokenText("documents", tmp_path / "documents", 1, 5)
+    rows = measure_run(causal, [64, 128], data=str(text.prefix))["by_length"]
+    for row in rows:
+        expected = perplexity(causal, text, sequence_length=row["length"], progress=False)["loss"]
+        assert row["loss"] == pytest.approx(expected, rel=1e-5)
+    # Each document fills one row of the shortest length, so longer rows add no context.
+    rows = measure_run(masked, [128, 1024], data=str(tmp_path / "aligned"))
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
 
 
 def test_defaults_are_multiples_as_far_as_the_text_goes(trained_run: Path) -> None:
