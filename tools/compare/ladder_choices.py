@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
 
 from data.atomic_io import read_json
 from tools.compare.results import Result, Row
@@ -14,22 +16,36 @@ from tools.reporting.runs_page import Section
 
 # Mixers with a state that grows with the context.
 _GROWING = "attention"
-# Below this number of runs a correlation is left out.
+# Below this number of runs a correlation and a scatter are left out.
 _FEW_RUNS = 5
+# Names of equally good mixers in a cell.
+_SHOWN = 3
 # Score of a run: (suite, task, metric).
 Key = tuple[str, str, str]
 
 
-def choices(rung: str, rows: Sequence[Row], runs: Sequence[Run], late: Mapping[str, float]) -> Section:
-    """Return one row per purpose: the best mixer with those within the noise, and the next mixer.
+def choices(
+    rung: str,
+    rows: Sequence[Row],
+    runs: Sequence[Run],
+    late: Mapping[str, float],
+    misses: Mapping[str, float],
+    same_size: Collection[str] = (),
+) -> Section:
+    """Return one row per purpose: the best mixer, those as good within the noise, and the next mixer.
 
     Args:
-        rows: of all rungs; several seeds of one rung give the noise.
+        rows: of all rungs.
         late: model -> loss at the last positions; empty if it was not measured.
+        misses: model -> predicted minus trained loss at the rung.
+        same_size: other rungs of the rung's size.
     """
     here = [row for row in rows if row.size == rung and math.isfinite(row.mean("loss"))]
     growing = {run.model for run in runs if any(_GROWING in mixer for mixer in run.config.model.mixers)}
     constant = [row for row in here if row.model not in growing]
+    noise, source = noise_of_run(rows, {rung, *same_size}, misses)
+    # The seeds of a rung share the noise.
+    error = noise * math.sqrt(2 / min((len(row.values["loss"]) for row in here), default=1))
     cells = []
     for purpose, among, metric in (
         ("lowest loss", here, "loss"),
@@ -37,38 +53,57 @@ def choices(rung: str, rows: Sequence[Row], runs: Sequence[Run], late: Mapping[s
         ("text of an unseen source", here, "test"),
     ):
         values = {row.label: row.mean(metric) for row in among if metric in row.values}
-        noise = noise_of_difference(rows, metric)
         if len(values) > 1:
-            cells.append([purpose, *_best(values, noise)])
+            cells.append([purpose, *_best(values, error)])
     labels = {row.model: row.label for row in here}
     if len(positions := {labels[model]: loss for model, loss in late.items() if model in labels}) > 1:
-        cells.append(["last positions of a text", *_best(positions, noise_of_difference(rows, "loss"))])
+        measured = "" if len(positions) == len(here) else f" ({len(positions)} of {len(here)} mixers measured)"
+        cells.append([f"last positions of a text{measured}", *_best(positions, error)])
     cells += _by_source(here)
-    noise = noise_of_difference(rows, "loss")
-    note = "Loss in nats per token. The standard error is that of the difference of two runs with one seed each. It comes from "
-    note += "the rungs with several seeds. Mixers within two standard errors of the best share its cell."
-    if math.isnan(noise):
-        note = "Loss in nats per token. No rung has several seeds, so the noise of a difference is unknown."
+    note = "Loss in nats per token. "
+    if math.isnan(error):
+        note += "No rung has several seeds, so the noise of a difference is unknown."
+    else:
+        note += (
+            "As good: within two standard errors of the best. The standard error is that of a difference of validation "
+        )
+        note += f"losses, for all purposes. It comes from {source}."
     return Section(f"Which mixer for which purpose, at {rung}", _HEADER, cells, note, text_columns=2)
 
 
-_HEADER = ["purpose", "mixer", "loss", "next mixer", "difference ± standard error"]
+_HEADER = ["purpose", "mixer", "loss", "as good within the noise", "next mixer", "difference ± standard error"]
 
 
-def noise_of_difference(rows: Sequence[Row], metric: str) -> float:
-    """Return the standard deviation of the difference of two models with the same seed, pooled over rungs.
+def noise_of_run(rows: Sequence[Row], same_size: Collection[str], misses: Mapping[str, float]) -> tuple[float, str]:
+    """Return the standard deviation of one run's loss, and where it comes from; nan if nothing shows it.
 
-    It is nan if no rung has several seeds.
+    Noise falls with the size. So seeds of the same size come first, then the predictions, then seeds of other sizes.
     """
-    variances = []
+    of_size, others = _noise_of_seeds([row for row in rows if row.size in same_size]), _noise_of_seeds(rows)
+    if math.isnan(of_size[0]) and len(misses) >= _FEW_RUNS:
+        deviation = statistics.stdev(misses.values())
+        words = f"the scatter of predicted minus trained loss of {len(misses)} mixers"
+        return deviation, f"{words}, an upper bound: it also holds the errors of the predictions"
+    return others if math.isnan(of_size[0]) else of_size
+
+
+def _noise_of_seeds(rows: Sequence[Row]) -> tuple[float, str]:
+    """Return the standard deviation of a run's loss, pooled over rungs with several seeds, and their names.
+
+    The means of every model and every seed are subtracted, since the order of samples of a seed is that of all models.
+    """
+    squares, freedom, rungs = 0.0, 0, []
     for size in dict.fromkeys(row.size for row in rows):
-        of_size = [row for row in rows if row.size == size and metric in row.values]
-        for row in of_size[1:]:
-            seeds = sorted(row.values[metric].keys() & of_size[0].values[metric].keys())
-            pairs = [row.values[metric][seed] - of_size[0].values[metric][seed] for seed in seeds]
-            if len(pairs) > 1 and all(map(math.isfinite, pairs)):
-                variances.append(statistics.variance(pairs))
-    return math.sqrt(statistics.mean(variances)) if variances else math.nan
+        of_size = [row.values["loss"] for row in rows if row.size == size and len(row.values["loss"]) > 1]
+        seeds = sorted(set[int].intersection(*(set(values) for values in of_size))) if of_size else []
+        table = np.array([[values[seed] for seed in seeds] for values in of_size])
+        table = table[np.isfinite(table).all(1)] if seeds else table
+        if min(table.shape) > 1:
+            rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+            squares, freedom = squares + float((rest**2).sum()), freedom + (table.shape[0] - 1) * (table.shape[1] - 1)
+            rungs.append(size)
+    words = f"the seeds at {', '.join(rungs)} ({freedom} degrees of freedom)"
+    return (math.sqrt(squares / freedom), words) if freedom else (math.nan, "")
 
 
 def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section:
@@ -94,20 +129,23 @@ def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section
         "Score ± standard error over the examples, of fine-tuned models over the seeds. Scores within two standard errors of "
         f"chance show nothing. Correlation: of score and validation loss over all runs with the score, from {_FEW_RUNS} runs on."
     )
+    complete = dict.fromkeys(run.label for run in runs if run.size == rung and run.folder in losses)
+    if without := ", ".join(label for label in complete if label not in of_rung):
+        note += f" Not measured: {without}."
     header = ["task", "chance", "correlation with the loss", *of_rung]
     missing = "Not measured: `--recall`, and `eval.py` and `tools.finetune_glue` with a run, write scores to the runs' folders."
     return Section(f"Zero-shot scores and recall at {rung}", header, cells, note if cells else missing)
 
 
-def _best(values: Mapping[str, float], noise: float) -> list[str]:
-    """Return the cells of a purpose: the lowest mixers, their loss, the next mixer and the difference from it."""
-    ordered = sorted(values, key=lambda label: values[label])
-    lowest = values[ordered[0]]
-    equal = [label for label in ordered if values[label] - lowest <= (0.0 if math.isnan(noise) else 2 * noise)]
-    rest = ordered[len(equal) :]
-    error = "" if math.isnan(noise) else f" ± {noise:.4f}"
-    difference = f"+{values[rest[0]] - lowest:.4f}{error}" if rest else "-"
-    return [", ".join(equal), f"{lowest:.4f}", rest[0] if rest else "-", difference]
+def _best(values: Mapping[str, float], error: float) -> list[str]:
+    """Return the cells of a purpose. error: standard error of a difference."""
+    best, *others = sorted(values, key=lambda label: values[label])
+    equal = [label for label in others if values[label] - values[best] <= 2 * error]
+    rest = others[len(equal) :]
+    shown = ", ".join(equal[:_SHOWN]) + (f" and {len(equal) - _SHOWN} more" if len(equal) > _SHOWN else "")
+    written = "" if math.isnan(error) else f" ± {error:.4f}"
+    difference = f"{values[rest[0]] - values[best]:+.4f}{written}" if rest else "-"
+    return [best, f"{values[best]:.4f}", shown or "-", rest[0] if rest else "-", difference]
 
 
 def _by_source(here: Sequence[Row]) -> list[list[str]]:
@@ -120,7 +158,7 @@ def _by_source(here: Sequence[Row]) -> list[list[str]]:
     first, *others = sorted(set(firsts), key=lambda label: (-firsts.count(label), label))
     counts = [f"{firsts.count(label)} of {len(sources)}" for label in (first, *others)]
     after = [others[0], counts[1]] if others else ["-", "-"]
-    return [["lowest loss in most sources", first, counts[0], *after]]
+    return [["lowest loss in most sources", first, counts[0], "-", *after]]
 
 
 def _scores_of(run: Run) -> dict[Key, tuple[float, float | None, float | None]]:

@@ -11,8 +11,15 @@ import numpy as np
 
 from tools.compare.held_out import compressors_of, positions_of
 from tools.compare.ladder_choices import choices, scores
-from tools.compare.ladder_predictions import fits_of, merge_predictions, points_of, predict, stored_predictions
-from tools.compare.results import Result, Row, ranked, rows_of
+from tools.compare.ladder_predictions import (
+    Predictions,
+    fits_of,
+    merge_predictions,
+    points_of,
+    predict,
+    stored_predictions,
+)
+from tools.compare.results import Result, Row, ranked
 from tools.compare.rungs import Ladder
 from tools.compare.scaling_fit import ScalingFit
 from tools.compare.spec import Comparison, Run
@@ -30,9 +37,12 @@ def write_ladder(
 ) -> tuple[list[Section], list[Path]]:
     """Write ladder.png and ladder.html to the comparison's folder. Return the tables, and the files."""
     fits, problems = fits_of(points_of(results))
+    largest = [run for run in runs if ladder.rungs()[run.size][0] == ladder.largest]
+    computed, without = predict(ladder, largest, results)
+    predictions = merge_predictions(computed, stored_predictions(comparison))
     sections = [
-        *_largest(comparison, ladder, runs, results, rows),
-        _predictions(comparison, ladder, runs, results),
+        *_largest(comparison, ladder, runs, results, rows, predictions),
+        _predictions(ladder, largest, rows, predictions, without),
         _constants(fits, problems, results),
         rates_table(comparison),
     ]
@@ -62,13 +72,12 @@ def markdown(sections: Sequence[Section], command: str = "", measures: str = "")
     return "\n".join(parts)
 
 
-def _predictions(comparison: Comparison, ladder: Ladder, runs: Sequence[Run], results: Sequence[Result]) -> Section:
-    trained = {(row.model, row.size): row.mean("loss") for row in rows_of(results) if math.isfinite(row.mean("loss"))}
-    largest = {(run.model, run.size): run for run in runs if ladder.rungs()[run.size][0] == ladder.largest}
-    computed, problems = predict(ladder, [*largest.values()], results)
-    predictions = merge_predictions(computed, stored_predictions(comparison))
+def _predictions(
+    ladder: Ladder, largest: Sequence[Run], rows: Sequence[Row], predictions: Predictions, problems: str
+) -> Section:
+    trained = {(row.model, row.size): row.mean("loss") for row in rows if math.isfinite(row.mean("loss"))}
     cells, errors, times = [], [], dict[str, list[str]]()
-    for (model, rung), run in largest.items():
+    for (model, rung), run in {(run.model, run.size): run for run in largest}.items():
         if (prediction := predictions.get(model, {}).get(rung)) is None:
             continue
         times.setdefault(prediction.stored, []).append(run.label)
@@ -103,16 +112,21 @@ def _constants(fits: Mapping[str, ScalingFit], problems: str, results: Sequence[
     rows = []
     for model, fit in fits.items():
         cells = ("{:.3f} [{:.3f}, {:.3f}]".format(*fit.interval(index)) for index in (0, 1, 3, 2, 4))
-        rows.append([labels[model], str(len(fit.residuals)), *cells])
-    note = "L(N, D) = E + A (N0 / N)^a + B (D0 / D)^b in nats per token; N without embeddings."
-    if fits:
-        n, d = next(iter(fits.values())).center
-        note += f" N0 = {n / 1e6:,.3g} M and D0 = {d / 1e6:,.4g} M for the first model. {_INTERVAL}"
-    return Section("Fit of all sizes", ["model", "runs", "E", "A", "a", "B", "b"], rows, note + problems)
+        rows.append([labels[model], str(len(fit.residuals)), *(f"{center / 1e6:.4g}" for center in fit.center), *cells])
+    note = "L(N, D) = E + A (N0 / N)^a + B (D0 / D)^b in nats per token; N without embeddings, N0 and D0 in millions. "
+    note += _INTERVAL
+    if any(fit.interval(0)[1] < _NEAR for fit in fits.values()):
+        note += " Where the interval of E begins at 0, the runs do not tell E from the other terms."
+    return Section("Fit of all sizes", ["model", "runs", "N0", "D0", "E", "A", "a", "B", "b"], rows, note + problems)
 
 
 def _largest(
-    comparison: Comparison, ladder: Ladder, runs: Sequence[Run], results: Sequence[Result], rows: Sequence[Row]
+    comparison: Comparison,
+    ladder: Ladder,
+    runs: Sequence[Run],
+    results: Sequence[Result],
+    rows: Sequence[Row],
+    predictions: Predictions,
 ) -> list[Section]:
     """Return the tables of the largest rung with a complete run: choices, loss, bits per byte, by source and position, scores."""
     complete = {row.size for row in rows}
@@ -143,9 +157,12 @@ def _largest(
         )
     measures = ["masked-token accuracy"] if "accuracy" in base.values else ["bits per byte", "below xz -9"]
     header = ["model", "loss", f"minus {base.label}", *measures, "loss on data.test"]
-    note = "Compressors on the validation text, bits per byte: " + ", ".join(
-        f"{k} {v:.4f}" for k, v in compressors.items()
-    )
+    size, ratio = ladder.rungs()[rung]
+    parameters = ladder.parameters[size]
+    note = f"{rung}: {parameters / 1e6:g} M parameters without embeddings, {ratio * parameters / 1e6:g} M tokens."
+    if compressors:
+        numbers = ", ".join(f"{k} {v:.4f}" for k, v in compressors.items())
+        note += f" Compressors on the validation text, bits per byte: {numbers}."
     by_source = [[source.removeprefix("loss/"), *(_number(_mean(row, source)) for row in here)] for source in sources]
     labels = [row.label for row in here]
     bins = {run.model: positions_of(run) for run in reversed(runs) if run.size == rung}
@@ -158,15 +175,26 @@ def _largest(
         for i, bin in enumerate(bins[with_bins[0].model] if with_bins else [])
     ]
     late = {row.model: bins[row.model][-1]["loss"] for row in with_bins}
+    misses = {
+        row.model: predictions[row.model][rung].loss - row.mean("loss")
+        for row in here
+        if rung in predictions.get(row.model, {})
+    }
+    misses = {model: miss for model, miss in misses.items() if math.isfinite(miss)}
+    same_size = [name for name, (other, _) in ladder.rungs().items() if other == size]
+    missing = ", ".join(row.label for row in here if row not in with_bins)
+    unmeasured = (
+        f"Not measured{f': {missing}' if by_position else ''}. `--positions` measures runs that have a checkpoint."
+    )
     return [
-        choices(rung, rows, runs, late),
-        Section(f"Loss at {rung}", header, overview, note if compressors else ""),
+        choices(rung, rows, runs, late, misses, same_size),
+        Section(f"Loss at {rung}", header, overview, note),
         Section(f"Loss by source at {rung}", ["source", *labels], by_source if len(sources) > 1 else []),
         Section(
             f"Loss by position at {rung}",
             ["position", *(row.label for row in with_bins)],
             by_position,
-            "" if by_position or "accuracy" in base.values else "Not measured: `--positions` measures it.",
+            unmeasured if missing and "accuracy" not in base.values else "",
         ),
         scores(rung, runs, results),
     ]

@@ -106,12 +106,27 @@ def rates_table(comparison: Comparison) -> Section:
     models = next(iter(next(iter(saved["losses"].values())).values()))
     labels = [model.label or name if (model := comparison.models.get(name)) else name for name in models]
     note = "Every model has the rate with the lowest mean loss, measured at the fewest tokens per parameter."
+    note += _worse_than_own(saved, labels)
     others = {size: _factor(comparison, size)[1] for size in ladder.parameters if size not in saved["factors"]}
     for size, source in others.items():
         note += f" {size}: {_rate(comparison, size):.3g}, with the factor of {source}."
     if edges:
         note += f" The best rate of {', '.join(edges)} is at the end of the grid: add factors to `ladder.tuning`."
     return Section(RATES_TITLE, ["size", "learning rate", "mean loss", *labels, ""], rows, note)
+
+
+def _worse_than_own(saved: dict[str, Any], labels: Sequence[str]) -> str:
+    """Return a sentence per tuned size on the models whose own best rate is another one."""
+    note = ""
+    for size, of_size in saved["losses"].items():
+        chosen = next(losses for factor, losses in of_size.items() if float(factor) == saved["factors"][size])
+        words = []
+        for model, label in zip(chosen, labels, strict=True):
+            found = [losses[model] for losses in of_size.values() if losses.get(model) is not None]
+            if found and chosen[model] is not None and chosen[model] > min(found):
+                words.append(f"{label} +{chosen[model] - min(found):.4f}")
+        note += f" {size}: loss above that of the model's own best rate: {', '.join(words)}." if words else ""
+    return note
 
 
 def _sections(comparison: Comparison) -> tuple[Ladder, Tuning]:

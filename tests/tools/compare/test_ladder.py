@@ -258,13 +258,15 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     assert predicted.rstrip(" |").endswith(("+0.0000", "-0.0000"))
     # Without the largest size the second model has two sizes only.
     assert "No fit of metala: 6 different points, 2 sizes, 4 token counts" in document
-    assert "| Softmax |    9 | 1.690 [1.690, 1.690]" in document
+    fit = next(line for line in document.splitlines() if line.startswith("| Softmax |    9 |"))
+    assert [cell.strip() for cell in fit.split("|")[3:6]] == ["10.8", "185.2", "1.690 [1.690, 1.690]"]
     assert "Within 0.01 nats: 1 of 1; mean absolute difference 0.0000." in document
     assert f"{1 - loss / 6:.1%}" in document
     assert "Not measured: `--recall`, and `eval.py`" in document
     assert f" {loss + 2:.4f} |" in document
     assert "## Loss by source at 40m-10x" in document
     assert "| 9 to 16  |  4.0000 |" in document
+    assert "Not measured: Metala. `--positions` measures runs that have a checkpoint." in document
     page = (tmp_path / "ladder.html").read_text()
     assert "<h2>Prediction of 40m</h2>" in page
     assert "data:image/png;base64," in page
@@ -279,7 +281,8 @@ def test_largest_size_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
     assert line.split("|")[3].strip().startswith(f"{loss:.4f} [")
     assert [cell.strip() for cell in line.split("|")[4:7]] == [f"{loss:.4f}", "-", "-"]
     assert "## Loss at 20m-20x" in document
-    assert "Not measured: `--positions` measures it." in document
+    assert "Not measured. `--positions` measures runs that have a checkpoint." in document
+    assert "20m-20x: 20 M parameters without embeddings, 400 M tokens." in document
     assert "Within 0.01 nats" not in document
     assert "Softmax: not stored." in document
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.tools.compare.test_ladder import ladder_results, law
-from tools.compare.ladder_choices import choices, scores
+from tools.compare.ladder_choices import choices, noise_of_run, scores
 from tools.compare.results import Row
 
 
 def test_mixers_within_the_noise_share_a_purpose() -> None:
-    """Three models; two small rungs with two seeds give the noise of a difference: sqrt(0.0002) = 0.0141."""
+    """Three models; a small rung with two seeds gives the noise of a difference of two runs: sqrt(0.0004) = 0.02."""
 
     def row(model: str, size: str, *losses: float, **more: float) -> Row:
         values = {metric: {1: value} for metric, value in more.items()}
@@ -31,16 +34,43 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
         row("b", "m", 4.20, test=4.6, **{"loss/x": 3.1, "loss/y": 4.9}),
         row("c", "m", 3.99, test=4.7, **{"loss/x": 2.9, "loss/y": 4.8}),
     ]
-    section = choices("m", [*small, *large], runs, {"a": 3.5, "b": 3.4})
+    section = choices("m", [*small, *large], runs, {"a": 3.5, "b": 3.4}, {})
     cells = {row[0]: list(row[1:]) for row in section.rows}
-    assert cells["lowest loss"] == ["C, A", "3.9900", "B", "+0.2100 ± 0.0141"]
-    # One model without softmax layers is no choice. data.test has one seed, so its noise is unknown.
+    assert cells["lowest loss"] == ["C", "3.9900", "A", "B", "+0.2100 ± 0.0200"]
+    # One model without softmax layers is no choice.
     assert "lowest loss with a state of constant size" not in cells
-    assert cells["text of an unseen source"] == ["A", "4.5000", "B", "+0.1000"]
-    assert cells["last positions of a text"] == ["B", "3.4000", "A", "+0.1000 ± 0.0141"]
-    assert cells["lowest loss in most sources"] == ["C", "2 of 2", "-", "-"]
-    assert "two standard errors" in section.note
-    assert "the noise of a difference is unknown" in choices("m", large, runs, {}).note
+    assert cells["text of an unseen source"] == ["A", "4.5000", "-", "B", "+0.1000 ± 0.0200"]
+    late = cells["last positions of a text (2 of 3 mixers measured)"]
+    assert late == ["B", "3.4000", "-", "A", "+0.1000 ± 0.0200"]
+    assert cells["lowest loss in most sources"] == ["C", "2 of 2", "-", "-", "-"]
+    assert "It comes from the seeds at s (2 degrees of freedom)." in section.note
+    alone = choices("m", large, runs, {}, {})
+    assert alone.rows[0] == ["lowest loss", "C", "3.9900", "-", "A", "+0.0100"]
+    assert "the noise of a difference is unknown" in alone.note
+
+
+def test_noise_of_a_run_comes_from_its_own_size_or_from_the_predictions() -> None:
+    """The seeds have a mean of their own; the order of the models and a shift of a model or a seed change nothing."""
+
+    def row(model: str, size: str, *losses: float) -> Row:
+        return Row(model, model, size, 9, 9, {"loss": dict(enumerate(losses, 1))})
+
+    small = [row("a", "s", 6.11, 6.14), row("b", "s", 5.45, 5.41), row("c", "s", 5.55, 5.44), row("d", "s", 6.10, 6.35)]
+    change = [0.03, -0.04, -0.11, 0.25]
+    expected = statistics.stdev(change) / math.sqrt(2)
+    for rows in (small, small[::-1], [*small[1:], row("a", "s", 7.11, 7.14)]):
+        noise, source = noise_of_run(rows, {"m"}, {})
+        assert noise == pytest.approx(expected)
+        assert source == "the seeds at s (3 degrees of freedom)"
+    # Predictions of the same size are nearer than seeds of a smaller one. Their mean error is no noise.
+    misses = {str(number): 1 + number / 100 for number in range(5)}
+    noise, source = noise_of_run(small, {"m"}, misses)
+    assert noise == pytest.approx(statistics.stdev(misses.values()))
+    assert source.startswith("the scatter of predicted minus trained loss of 5 mixers, an upper bound")
+    # Seeds of the same size are the nearest. A diverged run, and a model with one seed, are left out.
+    own = [row("a", "m", 4.0, 4.1), row("b", "m", 3.0, 3.0), row("c", "m", 3.0, math.nan), row("d", "m", 3.0)]
+    assert noise_of_run([*small, *own], {"m"}, misses) == (pytest.approx(0.05), "the seeds at m (1 degrees of freedom)")
+    assert math.isnan(noise_of_run(own[2:], {"m"}, {})[0])
 
 
 def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_with_the_loss(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tests.tools.compare.test_ladder import laddered
 from tools.compare.results import Result
 from tools.compare.spec import plan_runs
-from tools.compare.tuning import rates_table, tuning_comparison, with_tuned_rates, write_rates
+from tools.compare.tuning import FILE, rates_table, tuning_comparison, with_tuned_rates, write_rates
 
 
 def test_tuned_rates_become_those_of_every_size(tmp_path: Path, monkeypatch) -> None:
@@ -62,6 +63,19 @@ def test_tuned_rates_become_those_of_every_size(tmp_path: Path, monkeypatch) -> 
     smaller = laddered(tuning={**tuning, "sizes": ["m"]}, parameters={"m": 300_000}, tokens_per_parameter={"m": [1]})
     with pytest.raises(ValueError, match=r"learning_rates.json has the size s, which ladder.parameters lacks: remove"):
         with_tuned_rates(smaller.model_copy(update={"sizes": sizes}))
+
+
+def test_table_of_rates_names_models_whose_own_best_rate_is_another_one(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tuning = {"sizes": ["s"], "models": ["metala", "retnet"], "factors": [1, 2]}
+    sizes = {"s": {"optimizer": {"lr": 1e-3}}, "m": {"optimizer": {"lr": 5e-4}}}
+    planned = laddered(tuning=tuning).model_copy(update={"sizes": sizes})
+    losses = {"1.0": {"metala": 3.0, "retnet": 2.9}, "2.0": {"metala": 2.5, "retnet": 2.95}}
+    planned.folder.mkdir(parents=True)
+    (planned.folder / FILE).write_text(json.dumps({"factors": {"s": 2.0}, "losses": {"s": losses}}))
+    note = rates_table(with_tuned_rates(planned)).note
+    label = planned.models["retnet"].label or "retnet"
+    assert f" s: loss above that of the model's own best rate: {label} +0.0500." in note
 
 
 @pytest.mark.parametrize(
