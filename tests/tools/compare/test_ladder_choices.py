@@ -18,7 +18,7 @@ from tools.compare.results import Row
 
 
 def test_mixers_within_the_noise_share_a_purpose() -> None:
-    """Three models; a small rung with two seeds gives the noise of a difference of two runs: sqrt(0.0004) = 0.02."""
+    """Compare three models; a small rung with two seeds gives the noise of a difference of two runs: sqrt(0.0004) = 0.02."""
 
     def row(model: str, size: str, *losses: float, **more: float) -> Row:
         values = {metric: {1: value} for metric, value in more.items()}
@@ -50,7 +50,7 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
 
 
 def test_noise_of_a_run_comes_from_its_own_size_or_from_the_predictions() -> None:
-    """The seeds have a mean of their own; the order of the models and a shift of a model or a seed change nothing."""
+    """Estimate the noise; the order of the models, and the means of models and seeds, change nothing."""
 
     def row(model: str, size: str, *losses: float) -> Row:
         return Row(model, model, size, 9, 9, {"loss": dict(enumerate(losses, 1))})
