@@ -150,6 +150,13 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     if 0 < config.run.spike_factor <= 1:
         text = f"= {config.run.spike_factor} would skip ordinary steps: 0 (off) or a number above 1 is allowed"
         yield Problem(("run", "spike_factor"), text)
+    run, ranks = config.run, config.batch.data_ranks * config.parallel.model_ranks
+    if ranks > 1 and run.watchdog_minutes >= run.timeout_minutes:
+        text = (
+            f"= {run.watchdog_minutes:g} of {ranks} processes: run.timeout_minutes = {run.timeout_minutes:g} ends the run before "
+            f"any stack is printed: less than {run.timeout_minutes:g}, or 0 (off), is allowed, or raise run.timeout_minutes"
+        )
+        yield Problem(("run", "watchdog_minutes"), text)
     yield from itertools.starmap(Problem, itertools.chain(data_problems(config), fp8_problems(config)))
 
 

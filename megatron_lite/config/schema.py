@@ -40,7 +40,7 @@ class RunConfig(Section):
         ge=0,
         description="Print the stacks of all threads when a step, save or validation batch takes longer (minutes). The first "
         "step and suites may take three times as long. If no Python thread runs, stacks are printed after half of "
-        "`heartbeat_seconds`. Use less than `timeout_minutes`, after which the run ends. 0: off.",
+        "`heartbeat_seconds`. With several processes less than `timeout_minutes`, after which the run ends. 0: off.",
     )
     timeout_minutes: float = Field(
         default=10.0,

@@ -160,6 +160,17 @@ def test_conflicting_values(overrides: tuple[str, ...], message: str) -> None:
     assert line.partition(" (override")[0].partition(" (data")[0] == message
 
 
+@pytest.mark.parametrize("minutes", [10, 12.5])
+def test_stacks_are_printed_before_the_timeout_of_several_processes(minutes: float) -> None:
+    (line,) = problems(f"run.watchdog_minutes={minutes}", ranks=4)
+    assert line.startswith(
+        f"run.watchdog_minutes = {minutes:g} of 4 processes: run.timeout_minutes = 10 ends the run before any stack is printed: "
+        "less than 10, or 0 (off), is allowed, or raise run.timeout_minutes"
+    )
+    for allowed, ranks in ((9.5, 4), (0, 4), (minutes, 1)):  # one process has no collective that waits
+        load_config([], [*REQUIRED, f"run.watchdog_minutes={allowed}"], model_type=StandIn, world_size=ranks)
+
+
 @pytest.mark.parametrize(("warmup", "decay"), [(1, 3), (10, 100), (50, 100), (100, 100)])
 def test_the_decay_of_wsd_that_is_named_is_allowed(warmup: int, decay: int) -> None:
     steps = ("schedule.kind=wsd", f"schedule.warmup_steps={warmup}", f"schedule.decay_steps={decay}")
