@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             subjects = "models under test (default: all; an unknown name lists them)"
             command.add_argument("--subjects", nargs="+", metavar="NAME", help=subjects)
         if name in ("profile", "decode"):
-            command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
+            command.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (%(default)s)")
         if name == "layouts":
             command.add_argument(
                 "--gpus", type=positive, default=4, help="most GPUs; 2, 4, ... are measured (%(default)s)"

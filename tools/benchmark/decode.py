@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lite.config.files import ConfigError, read_sources
 from megatron_lite.dtypes import torch_name
 from models.config import ModelConfig
-from tools.cli.devices import device_of
+from tools.cli.devices import use_device
 
 from .report import table, write_csv
 from .timing import timed
@@ -47,8 +47,8 @@ class Row:
 
 def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int, device: str, llama: bool) -> list[Row]:
     """Measure, print a table and ratios, and write decode.csv after each row. Raises as `model_of` and `device_of`."""
-    device = device_of(device).type
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    place = use_device(device)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     model = model_of(config)
     rows: list[Row] = []
 
@@ -59,14 +59,14 @@ def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int,
         write_csv(output / "decode.csv", [asdict(row) for row in rows])
 
     with torch.inference_mode():
-        project_model = _project_model(model, device, dtype)
+        project_model = _project_model(model, place, dtype)
         for context in contexts:
             add(_measure_project(project_model, context, batch, steps, graph=False))
-            if device == "cuda":
+            if place.type == "cuda":
                 add(_measure_project(project_model, context, batch, steps, graph=True))
         del project_model
         if llama:
-            peer = _llama(model, device, dtype)
+            peer = _llama(model, place, dtype)
             for context in contexts:
                 add(_measure_llama(peer, context, batch, steps))
     print(table([asdict(row) for row in rows], f"{config.stem}, {torch_name(dtype)}, decoding"))
@@ -116,18 +116,18 @@ def ratios(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _project_model(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
+def _project_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
     from models.hf.configuration_metalion import MetalionConfig
     from models.hf.modeling_metalion import MetalionForCausalLM
 
-    with torch.device(device):
+    with device:
         model = MetalionForCausalLM(
             MetalionConfig(**{field.name: getattr(config, field.name) for field in fields(config)})
         )
     return model.to(dtype).eval()
 
 
-def _llama(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
+def _llama(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     llama = LlamaConfig(
@@ -140,7 +140,7 @@ def _llama(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
         tie_word_embeddings=config.tie_embeddings,
         dtype=dtype,
     )
-    with torch.device(device):
+    with device:
         return LlamaForCausalLM(llama).to(dtype).eval()
 
 

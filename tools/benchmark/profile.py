@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from data.progress import ProgressBar
-from tools.cli.devices import device_of
+from tools.cli.devices import use_device
 
 from .image_step import image_batch, image_config, is_image_classifier
 from .profile_parts import PARTS, part_of
@@ -68,7 +68,7 @@ def run(
     """
     from megatron_lite.engine.precision import faster_dtype
 
-    torch_device = device_of(device)
+    torch_device = use_device(device)
     device = torch_device.type
     images = is_image_classifier(config_file, overrides)
     if images:

@@ -5,6 +5,7 @@ Each model imports its packages itself, because the import is part of its time t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -122,6 +123,8 @@ def project_engine(config: Any, device: torch.device, dtype: str) -> Any:
     from megatron_lite.parallel.grid import init_grid
     from tools.loading.engine import build_engine
 
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)  # the trainer and DeepSpeed select the GPU by it
     return build_engine(config, init_grid(device.type), dtype)
 
 

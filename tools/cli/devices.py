@@ -23,3 +23,14 @@ def device_of(name: str) -> torch.device:
         return torch.device(name)
     available = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
     raise ValueError(f"the device {name!r} is not here: allowed are auto, {available}")
+
+
+def use_device(name: str) -> torch.device:
+    """Return the device with this name, of CUDA with its index, and make it the current device. Raises as `device_of`."""
+    import torch
+
+    device = device_of(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device

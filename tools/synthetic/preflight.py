@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from tools.cli.devices import use_device
+
 from .batches import batch_size, prepare
 from .experiment import Run
-from .training import SideBySide, training_device
+from .training import SideBySide
 from .workers import prepare_kernels
 
 STEPS = 20
@@ -50,7 +52,7 @@ _device = torch.device("cpu")
 
 def _use_device(name: str) -> None:
     global _device
-    _device = training_device(name)
+    _device = use_device(name)
     prepare_kernels(_device)
 
 

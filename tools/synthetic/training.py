@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from tools.cli.devices import device_of
-
 from .batches import DeviceExamples, batch_size, concatenate
 from .experiment import Run
 from .model_run import ModelRun
@@ -272,12 +270,3 @@ def _graph(step: Callable[[], None], generators: Sequence[torch.Generator] = ())
     with torch.cuda.graph(graph):
         step()
     return graph.replay
-
-
-def training_device(name: str) -> torch.device:
-    """Return the device with this name and make it the current device. Raises as `device_of`."""
-    device = device_of(name)
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device

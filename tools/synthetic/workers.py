@@ -183,9 +183,9 @@ class Trainer:
     def __init__(self, device: str, graph: bool, processes: int, checkpoint_folder: Path, end: float) -> None:
         import torch
 
-        from .training import training_device
+        from tools.cli.devices import use_device
 
-        self._device = training_device(device)
+        self._device = use_device(device)
         self._graph = graph
         self._unfinished = checkpoint_folder
         self._end = end

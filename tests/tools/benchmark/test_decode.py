@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,29 @@ def test_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert float(row["tokens_per_second"]) == pytest.approx(2 * 1e3 / float(row["milliseconds"]))
     assert "eager / Hugging Face's Llama with its cache at context 32" in capsys.readouterr().out
+
+
+def test_the_index_of_a_gpu_reaches_the_models_and_the_timers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    current, built = [], []
+
+    def build(*words: Any) -> None:
+        built.append(words)
+        raise RuntimeError("no GPU here")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr("megatron_lite.engine.precision.faster_dtype", lambda *_: "bf16")
+    monkeypatch.setattr(decode, "_project_model", build)
+    monkeypatch.setattr("tools.loading.engine.build_engine", build)
+    monkeypatch.setattr("megatron_lite.parallel.grid.init_grid", lambda kind: f"{kind}:{os.environ['LOCAL_RANK']}")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    options = ["--config", "configs/default.yml", "--device", "cuda:1", "--output", str(tmp_path)]
+    for words in (["decode", *options], ["profile", *options, "--shape", "32x2"]):
+        with pytest.raises(RuntimeError, match="no GPU here"):
+            main(words)
+    assert current == 2 * [torch.device("cuda:1")]
+    assert (built[0][1], built[1][1]) == (torch.device("cuda:1"), "cuda:1")
 
 
 def test_ratios() -> None:
@@ -60,7 +85,9 @@ def test_a_step_is_the_median_of_fifths(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_whole_context_is_read_before_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    model = decode._project_model(decode.model_of(Path("configs/model/transformer_tiny.yml")), "cpu", torch.float32)
+    model = decode._project_model(
+        decode.model_of(Path("configs/model/transformer_tiny.yml")), torch.device("cpu"), torch.float32
+    )
     model.register_forward_pre_hook(lambda _, words: read.append(words[0].shape[1]))
     monkeypatch.setattr(decode, "WARM_UP", 1)
     monkeypatch.setattr(decode, "timed", lambda work, cuda: (None, 0.004))

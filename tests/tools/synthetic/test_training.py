@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.synthetic.examples import UNLABELLED, Examples
+from tools.cli.devices import use_device
 from tools.synthetic.batches import generate, prepare, to_device
 from tools.synthetic.experiment import Run, load_experiment, plan
 from tools.synthetic.model_run import ModelRun, _macro_accuracy
 from tools.synthetic.network import Network
 from tools.synthetic.run_checkpoint import Evaluation
-from tools.synthetic.training import SideBySide, train_together, training_device
+from tools.synthetic.training import SideBySide, train_together
 
 CPU = torch.device("cpu")
 Runs = Callable[..., list[Run]]
@@ -367,4 +368,4 @@ def test_scored_evaluation_is_the_last_or_of_least_perplexity(
 
 def test_missing_device_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the device .cuda:99. is not here: allowed are auto, cpu"):
-        training_device("cuda:99")
+        use_device("cuda:99")
