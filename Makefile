@@ -28,8 +28,11 @@ lock:  ## write requirements.lock, every package with its hashes (needs uv)
 train: setup  ## train the default model on this machine (about 8 minutes on 2 cores, installation included) and report the result
 	$(BIN)/python train.py
 
-test: setup lint  ## style checks, type checks and all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+test: setup lint  ## style checks, type checks and all tests; those of a GPU in processes of their own, which see it
+	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m gpu
 
 test-huggingface: setup  ## test exports in environments with only torch and transformers (built once, 3 GB in ~/.cache/metalion)
 	$(BIN)/python tests/tools/conversion/environments.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,41 @@ with contextlib.suppress(ImportError):  # a GPU machine that runs tests/gpu alon
     settings.load_profile("deterministic")
 
 
+TESTS = Path(__file__).resolve().parent
+
+
+def runs_only_gpu_tests(paths: Sequence[str], marks: str) -> bool:
+    """Return whether pytest, called with these paths and this `-m`, runs no other tests than those of a GPU."""
+    folders = TESTS / "gpu", TESTS / "models" / "kernels"
+    files = [Path(path.partition("::")[0]).resolve() for path in paths]
+    return marks == "gpu" or all(any(file.is_relative_to(folder) for folder in folders) for file in files)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPU from this process and its children, unless it runs only tests of a GPU.
+
+    One process cannot run both kinds: its first engine decides the device of DeepSpeed and of the process group.
+    """
+    config.addinivalue_line("markers", "gpu: runs on a GPU if there is one")
+    gpu = runs_only_gpu_tests(config.args, config.option.markexpr)
+    if gpu:
+        import torch
+
+        gpu = torch.cuda.is_available()
+    if not gpu:
+        # Triton reads its variable when it is imported.
+        os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of a GPU, which `-m gpu` selects: those of tests/gpu and those with the fixture `device`."""
+    for item in items:
+        if TESTS / "gpu" in item.path.parents or "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """Import the tests without garbage collection, which would traverse all imported objects again and again."""
@@ -28,7 +63,7 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = TESTS.parents[1] / "shared"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 import train
 from tests.cli.conftest import ROOT
@@ -83,7 +82,6 @@ def test_lines_are_printed_before_the_slow_parts(arguments, monkeypatch, capsys)
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "auto"])
 def test_sample_on_a_cpu_is_short_and_has_its_faster_dtype(arguments, monkeypatch, capsys, dtype):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(dry_run, "faster_dtype", lambda *_: "fp32")
     words = arguments(**{"run.device": "auto", "precision.dtype": dtype, "batch.sequence_length": 1024})
     assert train.main([*words, "--dry-run"]) == 0

@@ -190,8 +190,7 @@ def test_time_budget_lowers_the_steps_and_a_resume_keeps_their_number(arguments,
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_bad_input_is_refused_before_training(arguments, tmp_path, capsys, monkeypatch, change, message):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_bad_input_is_refused_before_training(arguments, tmp_path, capsys, change, message):
     assert train.main(arguments(**change)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -5,7 +5,13 @@ import torch
 
 from tests.untuned import leave_untuned
 
-if torch.cuda.is_available():
+
+@pytest.fixture(scope="session", autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip(
+            "needs a CUDA device, which `pytest tests/gpu` and `pytest -m gpu` see, but no run with other tests"
+        )
     leave_untuned()
 
 

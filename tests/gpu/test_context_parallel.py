@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from tests.models.mixer_cases import build, name_of, tokens
 from tests.models.rank_threads import over_ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("metala", "metala_bidirectional", "gla", "retnet", "mamba2", "mamba", "hgrn", "rwkv4")),
     *((name, {}) for name in ("linear_attention", "lion", "rg_lru")),

@@ -7,8 +7,6 @@ import torch
 
 from models.layers.short_convolution import CausalConvolution
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kernel", [2, 4])

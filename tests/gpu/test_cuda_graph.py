@@ -13,8 +13,6 @@ from megatron_lite.parallel.grid import Grid, init_grid
 from tests.gpu.test_trainer import LR, engine_on, run
 from tests.megatron_lite.conftest import batches, model_config
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.fixture(scope="module")
 def grid() -> Grid:

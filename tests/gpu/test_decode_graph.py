@@ -9,8 +9,6 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.inference.cuda_graph import graphed_step
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def model(mixers: tuple[str, ...], window: int | None = None) -> LanguageModel:
     options = {"attention": {"window": window}} if window else {}

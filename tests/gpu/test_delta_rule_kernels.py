@@ -10,8 +10,6 @@ from models.operators.delta_rule.delta_rule import delta_rule
 from models.operators.delta_rule.select_kernel import Kernel, select_kernel
 from models.operators.delta_rule.softplus_decay import SoftplusDecay
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.mark.parametrize("decay", [0.1, 4.0, 19.0])
 @pytest.mark.parametrize("per_channel", [True, False])

@@ -7,8 +7,6 @@ import torch
 
 from megatron_lite.parallel.fused_projections import project_inputs
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 77, 16384])

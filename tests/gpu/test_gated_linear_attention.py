@@ -10,8 +10,6 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 from models.operators.gla.gated_linear_attention import gated_linear_attention
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()

@@ -9,8 +9,6 @@ from torch import Tensor
 from models.operators.gla.gated_linear_attention import gated_linear_attention
 from models.operators.gla.select_kernel import supports_triton
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def inputs(length: int) -> list[Tensor]:
     return [torch.rand(2, length, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]

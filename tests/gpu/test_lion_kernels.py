@@ -11,8 +11,6 @@ from models.operators.lion.bidirectional_attention import ProjectedDecayLogits
 from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
 from models.operators.metala import metala_epilogue
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 # Largest relative error of the output and of a gradient.
 TOLERANCES = {torch.bfloat16: (1e-2, 2e-2), torch.float16: (2e-3, 4e-3), torch.float32: (3e-5, 5e-5)}
 # A gradient of one number per head is a sum over tokens that may cancel. It cannot cancel for all of these heads.

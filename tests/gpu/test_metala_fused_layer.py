@@ -10,8 +10,6 @@ from models.operators.gla.gated_linear_attention import gated_linear_attention
 from models.operators.metala import decay_and_key_reference, metala_epilogue
 from tests.gpu.test_gla_kernels import PACKED
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.mark.parametrize(
     ("shape", "kind", "dtype"),

@@ -11,8 +11,6 @@ from tests import oracle
 from tests.gpu.test_trainer import LR, WARMUP, engine_on, run
 from tests.megatron_lite.conftest import batches, model_config
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.fixture(scope="module")
 def grid() -> Grid:

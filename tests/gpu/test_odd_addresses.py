@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 LION = {"mixers": ["lion"], "mixer_options": {"lion": {"causal": False}}, "norm": "layernorm", "mlp": "gelu"}
 
 

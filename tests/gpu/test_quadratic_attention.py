@@ -9,7 +9,6 @@ from torch import Tensor
 from models.operators.gla.gated_linear_attention import gated_linear_attention
 from models.operators.gla.normalized import linear_attention_with_normalizer, short_attention
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WHOLE = {"cu_seqlens": None, "initial_state": None, "return_state": False}
 
 

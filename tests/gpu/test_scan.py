@@ -8,8 +8,6 @@ import torch
 from models.operators.scan.linear_scan import scan
 from tests.models.mixer_cases import assert_close, build, tokens
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 # Lengths of both kernels, and with a partial chunk.
 @pytest.mark.parametrize("length", [1, 100, 128, 1000])

@@ -10,8 +10,6 @@ from models.config import ModelConfig
 from models.mixers.attention import Attention
 from models.operators.dot_product import dot_product, supports_flash
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def relative(x: Tensor, expected: Tensor) -> float:
     """Return the largest error divided by the largest expected value, or by 1 if that is greater: gradients can be zero."""

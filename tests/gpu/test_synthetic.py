@@ -10,8 +10,6 @@ from tools.synthetic.experiment import load_experiment, plan
 from tools.synthetic.preflight import check_sweep
 from tools.synthetic.training import SideBySide, train_together
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 MQAR = ("tasks=[64x4]", "batch_size=64", "widths=[64]", "lrs=[1e-3,1e-2]")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
@@ -13,8 +12,6 @@ from models.language_model import build_layer, layer_specs
 from models.recompute import recompute_elementwise
 from tests import oracle
 from tests.megatron_lite.conftest import batches, model_config
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 LR, WARMUP = 3e-4, 3
 

@@ -10,8 +10,6 @@ import torch
 
 from tools.loading import triton_autotune as tuning
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def test_all_configurations_are_compiled_before_the_first_is_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -96,7 +96,6 @@ def test_invalid_input_is_refused_before_slow_work(
 
     monkeypatch.setattr(slow, called)
     monkeypatch.setattr("transformers.utils.cached_file", unknown)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     known = {**places, "MASKED": str(masked_run), "DATA": str(eval_data), "OUT": str(tmp_path / "out")}
     words = [re.sub("|".join(known), lambda place: known[place[0]], word) for word in line.split()]
     assert importlib.import_module(program).main(words) == 2

@@ -216,7 +216,6 @@ def test_invalid_input_prints_one_message_and_exits_with_2(
     program, line, message, places, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     known = {**places, "OUT": str(tmp_path / "out")}
     words = [re.sub("|".join(known), lambda place: known[place[0]], word) for word in line.split()]
     try:

@@ -1,19 +1,13 @@
-"""Run the kernels on a GPU if there is one, else in Triton's interpreter, which supports float32 only."""
+"""Run the kernels on a GPU if this process sees one, else in Triton's interpreter, which supports float32 only."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-if not torch.cuda.is_available():
-    # Read when Triton is imported, which no other test does.
-    os.environ["TRITON_INTERPRET"] = "1"
-
 
 # (module, its cached functions that make launches, constants of it by name)
 Replace = Callable[..., None]

@@ -22,7 +22,6 @@ from tools.benchmark.__main__ import main
 from tools.benchmark.report import plot_lines
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
 def test_mixers_are_compared_with_attention(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +49,6 @@ def test_mixers_are_compared_with_attention(
     assert "| lion, both directions " in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
 def test_masked_models_are_compared_with_bert(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +77,6 @@ def test_masked_models_are_compared_with_bert(
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
 def test_image_classifiers_are_compared_with_vit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64"]
     common = ["images", "--output", str(tmp_path), "--steps", "1", "--rounds", "1", "--shapes"]
@@ -112,7 +109,6 @@ def test_images_per_second_of_the_loader_are_listed_by_threads(
     assert "| threads | images / s |" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
 def test_image_classifier_is_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64"]
     words = ["profile", "--output", str(tmp_path), "--config", "configs/model/lion_s_vit_tiny.yml", "--steps", "1"]
@@ -121,7 +117,6 @@ def test_image_classifier_is_profiled(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "profile_parts.csv").is_file()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
 def test_mixers_are_listed_if_attention_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = {"parameters": 1, "forward ms": None, "both ms": None, "tokens / s": None, "memory GiB": None}
     fits = {**nothing, "both ms": 3.0}
@@ -136,7 +131,6 @@ def test_mixers_are_listed_if_attention_does_not_fit(tmp_path: Path, monkeypatch
     ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
 def test_rows_before_an_interruption_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def until(count: int, result: Any) -> Callable[..., Any]:
         remaining = iter([result] * count)
@@ -214,7 +208,6 @@ def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 @pytest.mark.parametrize("command", ["kernels", "choice"])
 def test_kernels_need_a_device(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no CUDA device is visible" in refusal([command, "--output", str(tmp_path)], capsys)
@@ -265,7 +258,7 @@ def test_columns_of_a_mixer_follow_from_times(tmp_path: Path, monkeypatch: pytes
         gradients.append(any(leaf.grad is not None for leaf in leaves))
         return 4.0 if leaves else 1.0
 
-    monkeypatch.setattr(mixers, "launched_ms" if torch.cuda.is_available() else "host_ms", timer)
+    monkeypatch.setattr(mixers, "host_ms", timer)
     monkeypatch.setattr(mixers, "peak_gib", lambda *_: 2.0)
     config = ModelConfig(vocab_size=8, num_layers=2, hidden_size=32, num_heads=4, mixers=("attention",))
     row = mixers.measure_mixer(config, 16, 3)

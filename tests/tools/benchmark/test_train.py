@@ -37,7 +37,6 @@ TINY = [
     "model.vocab_size=256",
     "precision.dtype=fp32",
 ]
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
 
 
 def read(path: Path) -> list[dict[str, str]]:
