@@ -7,7 +7,8 @@ reduce-scatter S (n - 1) / n.
 
 | kind                   | per step                                                                                 |
 |------------------------|------------------------------------------------------------------------------------------|
-| data, ZeRO 1           | (n-1)/n w P for the gradients (fp16, fp32: 2 (n-1)/n w P), (n-1)/n w P for the weights       |
+| data, ZeRO 1           | (n-1)/n w P for the gradients, (n-1)/n w P for the weights                                 |
+| data, ZeRO 1, all-reduce | 2 (n-1)/n w P for the gradients in fp16, in float32 and with bf16 optimizer state           |
 | data, ZeRO 2           | m x 2 (n-1)/n w P for the gradients, (n-1)/n w P for the weights                           |
 | data, ZeRO 3           | m x 2 (n-1)/n w P to gather the weights twice, m x (n-1)/n w P for the gradients            |
 | tensor                 | m L x 4 all-reduces of w T d (2 forward, 2 backward; 6 with full activation checkpointing)    |
@@ -60,7 +61,7 @@ class Workload:
         token_elements: elements that a block gathers per token of a shard, averaged over the blocks; 0 but for attention.
         sequence_length, micro_batch_size, global_batch_size: batch of the step, in tokens and samples.
         flops_per_token: training FLOPs per token, forward and backward.
-        dtype: "bf16", "fp16" or "fp32", of the elements sent.
+        dtype: "bf16", "fp16" or "fp32", of the elements sent. optimizer_state: "fp32" or "bf16".
         zero_stage: 1 to 3. recompute: full activation checkpointing.
         matrices: elements of the matrices that Muon updates; 0 with AdamW. muon_flops: of its Newton-Schulz steps.
         fp8_flops_per_token: those of `flops_per_token` whose matmuls run in FP8.
@@ -76,6 +77,7 @@ class Workload:
     flops_per_token: float
     token_elements: float = 0.0
     dtype: str = "bf16"
+    optimizer_state: str = "fp32"
     zero_stage: int = 1
     recompute: bool = False
     matrices: int = 0
@@ -102,7 +104,8 @@ def volumes(work: Workload, layout: Layout, gpus: int) -> dict[str, float]:
     elif work.zero_stage == 2:
         data_parallel = (2 * micro_batches + 1) * ring * local
     else:
-        data_parallel = (2 if work.dtype == "bf16" else 3) * ring * local
+        reduce_scatter = work.dtype == "bf16" and work.optimizer_state == "fp32"
+        data_parallel = (2 if reduce_scatter else 3) * ring * local
     passes = 6 if work.recompute else 4
     t, c = layout.tensor, layout.context
     stage = gpus // layout.pipeline  # they share the matrices of Muon

@@ -186,6 +186,7 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
         global_batch_size=batch.global_batch_size,
         flops_per_token=3 * sum(flops),
         dtype=dtype,
+        optimizer_state=config.precision.optimizer_state,
         recompute=config.parallel.activation_checkpointing.mode == "full",
         matrices=sum(rows * columns for rows, columns in matrices),
         muon_flops=2 * STEPS * sum(newton_schulz_cost(*shape) for shape in matrices),

@@ -22,8 +22,9 @@ SMALL_VOCABULARY = ["configs/default.yml", "run.device=cpu", "model.vocab_size=5
 
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
 def test_communication_width_follows_the_dtype(dtype: str, width: int) -> None:
-    config = read_config(SMALL_VOCABULARY, 1)
-    assert workload(config, layer_flops(config), dtype).width == width
+    config = read_config([*SMALL_VOCABULARY, f"precision.dtype={dtype}", f"precision.optimizer_state={dtype}"], 1)
+    planned = workload(config, layer_flops(config), dtype)
+    assert (planned.width, planned.optimizer_state) == (width, dtype)
 
 
 def work(**changes: object) -> Workload:
@@ -35,8 +36,9 @@ def work(**changes: object) -> Workload:
 def test_volumes_by_parallel_dimension():
     assert volumes(work(), Layout(), 1) == {"data": 0, "tensor": 0, "pipeline": 0, "context": 0, "muon": 0}
     assert volumes(work(), Layout(), 4)["data"] == pytest.approx(2 * 0.75 * 2e9)
-    # DeepSpeed's ZeRO 1 all-reduces the gradients of other dtypes.
+    # DeepSpeed's ZeRO 1 all-reduces the gradients of other dtypes, and those of an optimizer with all state in bf16.
     assert volumes(work(dtype="fp32"), Layout(), 4)["data"] == pytest.approx(3 * 0.75 * 4e9)
+    assert volumes(work(optimizer_state="bf16"), Layout(), 4)["data"] == pytest.approx(3 * 0.75 * 2e9)
     assert volumes(work(zero_stage=3), Layout(), 4)["data"] == pytest.approx(32 * 3 * 0.75 * 2e9)
     assert volumes(work(matrices=10**6), Layout(pipeline=2), 8)["muon"] == pytest.approx(0.75 * 4 * 5e5 / 4)
     hidden = 2 * 4 * 2048 * 2048
