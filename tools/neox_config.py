@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from data.atomic_io import write_text
+from megatron_lite.config.checks import BATCH_KEYS
 from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import ConfigError, load_config
 from tools.cli.arguments import command, command_line, positive
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = ", ".join(file.name for file in options.files)
     text = f"# From GPT-NeoX's {names} by tools/neox_config.\n"
     text += yaml.safe_dump(_ordered(translation.tree), sort_keys=False, default_flow_style=None)
-    _check(text, translation, options.data_ranks)
+    _check(text, translation)
     if options.out is not None:
         write_text(options.out, text)
     else:
@@ -60,12 +61,15 @@ def _read(file: Path) -> dict[str, Any]:
     return sources.tree
 
 
-def _check(text: str, translation: Translation, data_ranks: int) -> None:
+def _check(text: str, translation: Translation) -> None:
     """Raise ConfigError, in GPT-NeoX's names of keys, if train.py would refuse the configuration."""
     from models.config import ModelConfig
 
-    layout = translation.tree.get("parallel", {})
-    processes = layout.get("pipeline", 1) * layout.get("tensor", 1) * data_ranks
+    layout, batch = translation.tree.get("parallel", {}), translation.tree.get("batch", {})
+    processes = layout.get("pipeline", 1) * layout.get("tensor", 1)
+    micro, total, accumulation = sizes = [batch.get(key) for key in BATCH_KEYS]
+    if all(isinstance(size, int) and size > 0 for size in sizes):  # GPT-NeoX starts with the data ranks that they give
+        processes *= max(1, total // (micro * accumulation))
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / "run.yml"
         draft.write_text(text, encoding="utf-8")
@@ -111,12 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         "--vocab-size",
         type=positive,
         help="rows of the embedding (default: the tokenizer's entries, padded as in GPT-NeoX)",
-    )
-    parser.add_argument(
-        "--data-ranks",
-        type=positive,
-        default=1,
-        help="number of data ranks for which the batch size is checked (default 1)",
     )
     return parser
 

@@ -190,6 +190,17 @@ def test_batch_sizes(given: str, sizes: tuple[int, int], tmp_path: Path) -> None
     assert (batch.micro_batch_size, batch.gradient_accumulation_steps) == sizes
 
 
+def test_three_batch_sizes_give_the_number_of_data_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "neox.yml"
+    path.write_text(SMALL.replace("gas: 1", "gas: 2\ntrain_batch_size: 64\nmodel_parallel_size: 2"))
+    assert main([str(path), "-o", str(tmp_path / "run.yml")]) == 0
+    batch = load_config([tmp_path / "run.yml"], [], model_type=ModelConfig, world_size=16).batch
+    assert (batch.data_ranks, batch.global_batch_size) == (8, 64)
+    path.write_text(path.read_text().replace("64\nmodel", "63\nmodel"))
+    assert main([str(path)]) == 2
+    assert "train_batch_size (here batch.global_batch_size) = 63 is not 4 x 2 x 7 = 56" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "dtype"),
     [
