@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--mfu", type=above_zero_to_one, default=0.4, help="share of the peak that one GPU reaches (default 0.4)"
     )
-    parser.add_argument("--gpus-per-machine", type=positive, default=8, help="(default 8)")
+    parser.add_argument("--gpus-per-machine", type=positive, default=8, help="joined by the faster link (default 8)")
     parser.add_argument(
         "--node-bandwidth",
         type=above_zero,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.cli.arguments import above_zero, command, command_line, from_zero, positive
+from tools.cli.arguments import above_zero, command, command_line, positive
 from tools.cli.help_text import HelpFormatter
 
 if TYPE_CHECKING:
@@ -94,12 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument(
                 "--gpus", type=positive, default=4, help="most GPUs; 2, 4, ... are measured (%(default)s)"
             )
-            command.add_argument(
-                "--long",
-                type=from_zero,
-                default=131072,
-                help="tokens per sequence with context parallelism; 0 skips it (%(default)s)",
-            )
             command.add_argument("--steps", type=positive, default=4, help="timed steps per layout (%(default)s)")
             command.add_argument("--only", default="", metavar="TEXT", help="measure layouts whose name contains TEXT")
         if name == "train":
@@ -152,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             command.add_argument("--batch", type=positive, default=64, help="sequences per batch (%(default)s)")
             command.add_argument("--steps", type=positive, default=100, help="timed steps (%(default)s)")
-            command.add_argument("--no-llama", action="store_true", help="do not measure Llama")
+            command.add_argument("--no-llama", action="store_true", help="do not measure Llama, whose cache grows with the context")
         if name == "mixers":
             command.add_argument("--hidden", type=positive, default=1024, help="hidden size of the model (%(default)s)")
             command.add_argument("--heads", type=positive, default=16, help="heads of every mixer (%(default)s)")
@@ -180,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shape = options.hidden, options.heads, options.length, options.batch
         mixers.run(options.output, *shape, only=options.only, tuned=not options.no_tuning)
     elif options.command == "layouts":
-        limits = options.gpus, options.length, options.batch, options.long, options.steps
+        limits = options.gpus, options.length, options.batch, options.steps
         layouts.run(options.output, options.config, *limits, options.only)
     elif options.command == "masked":
         shapes = [_shape(word) for word in options.shapes]

@@ -25,6 +25,7 @@ from .timing import timed
 from .training_models import project_batch
 
 ROOT = Path(__file__).parents[2]
+LONG = 1 << 17  # tokens per sequence with context parallelism, and on the GPU beside it
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,11 @@ class LayoutCase:
     peer: str = "1 GPU"
 
 
-def cases(gpus: int, length: int, micro: int, long: int) -> list[LayoutCase]:
+def cases(gpus: int, length: int, micro: int) -> list[LayoutCase]:
     """Return the layouts to measure: one GPU, and each kind of parallelism alone over 2, 4, ... GPUs up to `gpus`."""
     full = {"activation_checkpointing": {"mode": "full"}}
-    layouts = [LayoutCase("1 GPU", 1, length, micro, 4)]
-    if long:
-        layouts.append(LayoutCase(f"1 GPU, {long} tokens", 1, long, 1, 1, full))
+    long = f"1 GPU, {LONG} tokens"
+    layouts = [LayoutCase("1 GPU", 1, length, micro, 4), LayoutCase(long, 1, LONG, 1, 1, full)]
     count = 2
     while count <= gpus:
         layouts.append(LayoutCase(f"data {count}", count, length, micro, 4))
@@ -59,16 +59,13 @@ def cases(gpus: int, length: int, micro: int, long: int) -> list[LayoutCase]:
         sequence = {"tensor": count, "sequence_parallel": True}
         layouts.append(LayoutCase(f"tensor {count}, sequence parallel", count, length, micro, 4, sequence))
         layouts.append(LayoutCase(f"pipeline {count}", count, length, micro, 16, {"pipeline": count}))
-        if long:
-            peer = f"1 GPU, {long} tokens"
-            layouts.append(
-                LayoutCase(f"context {count}, {long} tokens", count, long, 1, 1, {"context": count, **full}, peer)
-            )
+        context = {"context": count, **full}
+        layouts.append(LayoutCase(f"context {count}, {LONG} tokens", count, LONG, 1, 1, context, long))
         count *= 2
     return layouts
 
 
-def run(output: Path, config: Path, gpus: int, length: int, micro: int, long: int, steps: int, only: str) -> None:
+def run(output: Path, config: Path, gpus: int, length: int, micro: int, steps: int, only: str) -> None:
     """Print the table and write layouts.csv and layouts.png.
 
     only: part of the names of the layouts to measure. Raises ValueError for too few GPUs, and if no layout is measured.
@@ -76,7 +73,7 @@ def run(output: Path, config: Path, gpus: int, length: int, micro: int, long: in
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if available < gpus:
         raise ValueError(f"--gpus {gpus}: this machine has {available} GPUs, and at most that many are allowed")
-    known = cases(gpus, length, micro, long)
+    known = cases(gpus, length, micro)
     chosen = [case for case in known if only in case.name]
     if not chosen:
         raise ValueError(f"--only {only} is in no name; the layouts are: {'; '.join(case.name for case in known)}")

@@ -34,6 +34,13 @@ def test_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "eager / Hugging Face's Llama with its cache at context 32" in capsys.readouterr().out
 
 
+def test_without_llama(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--config", "configs/model/metala_tiny.yml", "--contexts", "8", "--batch", "1", "--steps", "5"]
+    assert main(["decode", *shape, "--no-llama", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert "eager: context 8 / 8: 1.000 of the tokens/s" in capsys.readouterr().out
+    assert [row["method"] for row in csv.DictReader((tmp_path / "decode.csv").open())] == ["eager"]
+
+
 def test_the_index_of_a_gpu_reaches_the_models_and_the_timers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     current, built = [], []
 

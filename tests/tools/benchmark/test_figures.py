@@ -49,8 +49,8 @@ def test_lines_and_bars_show_the_values(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_layouts_have_powers_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layout is compared with one GPU on the same sequences."""
-    long = 1 << 17
-    found = {case.name: case for case in layouts.cases(6, 2048, 8, long)}
+    long = layouts.LONG
+    found = {case.name: case for case in layouts.cases(6, 2048, 8)}
     alone = ("1 GPU", f"1 GPU, {long} tokens")
     kinds = ("data {}", "tensor {}", "tensor {}, sequence parallel", "pipeline {}", f"context {{}}, {long} tokens")
     assert [*found] == [*alone, *(kind.format(count) for count in (2, 4) for kind in kinds)]
@@ -73,13 +73,13 @@ def test_layouts_have_powers_of_two_gpus(tmp_path: Path, monkeypatch: pytest.Mon
         return {case.name: {"tokens/s": speeds[case.name], "GiB per GPU": 1.0} for case in group if case.name in speeds}
 
     monkeypatch.setattr(layouts, "_launch", launched)
-    layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, long, 4, "")
+    layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, 4, "")
     rows = csv.DictReader((tmp_path / "layouts.csv").open(encoding="utf-8"))
     assert {row["method"]: float(row["x 1 GPU"]) for row in rows} == dict(zip(speeds, (1, 0.5, 1.8, 1.6), strict=True))
     with pytest.raises(
         ValueError, match="--only expert is in no name; the layouts are: 1 GPU; 1 GPU, 131072 tokens; data 2"
     ):
-        layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, long, 4, "expert")
+        layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, 4, "expert")
 
 
 def test_tokens_of_a_layout_are_counted_per_data_rank(monkeypatch: pytest.MonkeyPatch) -> None:

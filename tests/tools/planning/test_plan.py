@@ -58,6 +58,19 @@ def test_layouts_with_a_divisible_batch_are_listed_if_the_files_layout_has_none(
     assert "no multiple of micro_batch_size 1 x 65536 data ranks" in capsys.readouterr().err
 
 
+def test_links_between_machines_begin_after_the_gpus_of_a_machine(monkeypatch):
+    links = []
+
+    def layouts(*words: object) -> None:
+        links.append(words[-1])
+        raise ValueError("no table is needed")
+
+    monkeypatch.setattr(plan, "layouts", layouts)
+    words = [*SMALL, "batch.global_batch_size=8", "--gpus", "2", "--gpus-per-machine", "4", "--network-bandwidth", "12"]
+    assert plan.main(words) == 2
+    assert (links[0].machine, links[0].outside) == (4, 12e9)
+
+
 def test_all_layouts_have_the_batch_size_of_the_file(capsys):
     """Keep the batch of 1 sample x 4 micro-batches x 2 data ranks."""
     words = [
