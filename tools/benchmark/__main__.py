@@ -146,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             command.add_argument("--batch", type=positive, default=64, help="sequences per batch (%(default)s)")
             command.add_argument("--steps", type=positive, default=100, help="timed steps (%(default)s)")
-            command.add_argument("--no-llama", action="store_true", help="do not measure Llama, whose cache grows with the context")
+            command.add_argument(
+                "--no-llama", action="store_true", help="leave out Llama, whose cache grows with the context"
+            )
         if name == "mixers":
             command.add_argument("--hidden", type=positive, default=1024, help="hidden size of the model (%(default)s)")
             command.add_argument("--heads", type=positive, default=16, help="heads of every mixer (%(default)s)")
