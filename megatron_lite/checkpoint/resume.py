@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.checkpoint.checkpointer import Checkpointer, check_shapes
 from megatron_lite.checkpoint.reader import (
     CheckpointError,
     exists,
@@ -103,14 +104,18 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
     return path, is_own, is_own and is_own_checkpoint(resume, directory)
 
 
-def check_start(config: CheckpointConfig, sequence_length: int) -> None:
-    """Raise the errors of `find_start` and `check_length`. Archive nothing, and read only the manifest."""
+def check_start(config: CheckpointConfig, sequence_length: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise the errors of `find_start`, `check_length` and `check_shapes`. Archive nothing, and read only the manifest.
+
+    shapes: of the model's parameters.
+    """
     if config.resume not in ("never", "newest_readable"):
         directory = Path(config.directory)
         source = _named_source(directory, config.resume)
         if source is not None:
-            is_own = source.resolve().parent == directory.resolve()
-            check_length(StartPoint(source, is_own, False, read_manifest(source)), sequence_length)
+            start = StartPoint(source, source.resolve().parent == directory.resolve(), False, read_manifest(source))
+            check_length(start, sequence_length)
+            check_shapes(shapes, start.manifest, source)
 
 
 def check_length(start: StartPoint, sequence_length: int) -> None:

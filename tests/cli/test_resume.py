@@ -24,6 +24,22 @@ def test_run_resumes_with_a_smaller_batch(arguments, tmp_path):
     assert (state["step"], state["consumed_samples"]) == (4, 2 * 64 + 2 * 8)  # more than 4 * 8
 
 
+def test_resumed_run_names_changed_values_of_model_and_data(arguments, tmp_path, capsys):
+    """Name options of mixers that the first start left at their defaults. Data of another run may differ."""
+    assert train.main(arguments(**{"schedule.train_steps": 1})) == 0
+    assert "was trained with" not in capsys.readouterr().out
+    changed = {"model.mixer_options.metala.preset": "paper", "run.seed": 9}
+    assert train.main(arguments(**changed, **{"schedule.train_steps": 2})) == 0
+    option = 'model.mixer_options.metala.preset = "released", not "paper"'
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("the checkpoint was trained"))
+    assert line.startswith("the checkpoint was trained with ")
+    assert set(line.removeprefix("the checkpoint was trained with ").split("; ")) == {"run.seed = 1234, not 9", option}
+    stage = {"model.mixer_options.metala.preset": "released", "run.seed": 5, "checkpoint.resume": tmp_path / "run"}
+    assert train.main(arguments("stage", **stage, **{"schedule.train_steps": 1})) == 0
+    named = 'the checkpoint was trained with model.mixer_options.metala.preset = "paper", not "released"\n'
+    assert named in capsys.readouterr().out
+
+
 def test_resume_never_starts_over_and_archives_the_checkpoints(arguments, tmp_path):
     train.main(arguments())
     assert train.main(arguments(**{"checkpoint.resume": "never", "run.seed": 2})) == 0

@@ -31,7 +31,7 @@ from tools.loading.model import load_model
 from tools.pretraining import prepare
 
 
-def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_path, capsys):
+def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_path, capsys, monkeypatch):
     assert train.main(arguments(**{"evaluation.interval": 4, "evaluation.batches": 2})) == 0
     out = capsys.readouterr().out
     folder = tmp_path / "run"
@@ -79,8 +79,10 @@ def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_p
     assert "is complete: 8 steps" in again
     assert "checkpoint.resume=never" in again
     assert "  it was trained with evaluation.interval = 4, not 0; evaluation.batches = 2, not 8\n" in again
-    for more in ({}, {"schedule.train_steps": 9}):  # of the complete run, and of a longer one
-        assert train.main(arguments(**more, **{"model.hidden_size": 64})) == 2
+    monkeypatch.setattr("tools.planning.dry_run._time_layers", lambda *_: None)
+    # Of the complete run, and of a longer one.
+    for more in ([], ["schedule.train_steps=9"], ["schedule.train_steps=9", "--dry-run"]):
+        assert train.main([*arguments(**{"model.hidden_size": 64}), *more]) == 2
         error = capsys.readouterr().err
         assert "another architecture" in error
         assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in error

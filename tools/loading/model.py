@@ -167,10 +167,15 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], source: Path | 
     return model
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return canonical name -> full shape of a model's parameters."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in LanguageModel(config).named_parameters()}
+
+
 def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, source: Path | str) -> None:
     """Raise ValueError naming missing and unknown tensors, with the nearest name, and wrong shapes."""
-    with torch.device("meta"):
-        needed = {name: tuple(p.shape) for name, p in LanguageModel(config).named_parameters()}
+    needed = parameter_shapes(config)
     missing, unknown = needed.keys() - given.keys(), given.keys() - needed.keys()
     problems = [f"{name} is missing{nearest(name, unknown)}" for name in missing]
     problems += [f"{name} is unknown{nearest(name, needed)}" for name in unknown]

@@ -27,6 +27,7 @@ from megatron_lite.planning.memory import GIB
 from models.config import ModelConfig
 from models.language_model import example_batch, layer_specs
 from tools.cli.devices import device_of
+from tools.loading.model import parameter_shapes
 from tools.loading.token_data import check_data
 from tools.planning.estimate import layer_flops, memory_of
 
@@ -98,7 +99,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
         check_images(config.data)
     else:
         check_data(config.data, model.vocab_size, config.batch.sequence_length)
-    check_start(config.checkpoint, config.batch.sequence_length)
+    check_start(config.checkpoint, config.batch.sequence_length, parameter_shapes(model))
     _print("start        data and checkpoint are readable")
     return 0
 

@@ -26,6 +26,7 @@ from megatron_lite.validation import due_measurements
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.loading.engine import build_engine
+from tools.loading.model import parameter_shapes
 from tools.pretraining.objective import Objective, open_objective
 from tools.pretraining.summary import complete_message, is_complete, start_message, summary
 
@@ -79,7 +80,7 @@ def prepare_run(
     metrics = None
     if grid.is_main:
         objective.save()
-        print(start_message(config, engine, objective, state, start.path if start else None))
+        print(start_message(config, engine, objective, state, start))
         if archive is not None:
             print(f"later checkpoints and metrics are moved to {archive} and {config.run.path / PREVIOUS_FILE_NAME}")
         metrics = _open_metrics(config, state, keep_previous=archive is not None)
@@ -107,9 +108,7 @@ def prepare_run(
 
 def _complete_run(config: Config[ModelConfig], start: StartPoint, grid: Grid) -> Callable[[], int]:
     """Print that the run has nothing left to do. Raises CheckpointError for a model of another architecture."""
-    with torch.device("meta"):
-        shapes = {name: tuple(weight.shape) for name, weight in LanguageModel(config.model).named_parameters()}
-    check_shapes(shapes, start.manifest, start.path)
+    check_shapes(parameter_shapes(config.model), start.manifest, start.path)
     if grid.is_main:
         print(complete_message(config, start.path, start.manifest["step"]))
     return lambda: 0

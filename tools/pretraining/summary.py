@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,18 @@ import yaml
 
 from data.atomic_io import write_json
 from megatron_lite.checkpoint.reader import describe_layout, is_own_checkpoint, read_config_yaml, read_manifest
+from megatron_lite.checkpoint.resume import StartPoint
 from megatron_lite.config.loader import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
 from megatron_lite.metrics.logger import read_metrics
 from megatron_lite.trainer import FitResult, TrainState
+from tools.loading.model import model_config
 from tools.pretraining.objective import Objective
+
+# Keys that change no result.
+_FREE = ("checkpoint.resume", "data.cache_directory", "data.images.threads")
 
 
 def summary(config: Config[Any], result: FitResult, objective: Objective) -> str:
@@ -124,9 +131,16 @@ def command(config: Config[Any], steps: int) -> str:
 
 
 def start_message(
-    config: Config[Any], engine: Engine, objective: Objective, state: TrainState, source: Path | None
+    config: Config[Any], engine: Engine, objective: Objective, state: TrainState, start: StartPoint | None
 ) -> str:
-    """Return the lines at the start of a run: model, layout, device, steps, tokens, start checkpoint, and FP8 if it is on."""
+    """Return the lines at the start of a run: model, layout, device, steps, tokens, start checkpoint, and FP8 if it is on.
+
+    A line names the values of the model that differ from those of the checkpoint, and of a resumed run also those of its data.
+    """
+    source, changed = None, ""
+    if start is not None:
+        source = start.path
+        changed = changed_values(config, source, ("model.", "data.", "run.seed") if start.is_trained else ("model.",))
     parameters = sum(math.prod(shape) for shape in engine.parameter_shapes().values())
     tokens = config.batch.tokens_of(config.schedule.train_steps)
     most = "" if config.batch.ramp.start is None else "up to "
@@ -136,6 +150,7 @@ def start_message(
         f"{config.schedule.train_steps:,} steps of {most}{config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
         f"from {objective.source}; "
         + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from step 0")
+        + (f"\nthe checkpoint was trained with {changed}" if changed else "")
         + (f"\n{engine.fp8_summary}" if engine.fp8_summary else "")
     )
 
@@ -165,7 +180,7 @@ def complete_message(config: Config[Any], source: Path, step: int) -> str:
     """Return the message of a run that has nothing left to do."""
     lines = [
         f"the run {config.run.name} is complete: {step} steps, {source}",
-        *_changed(config, source),
+        *([f"  it was trained with {changed}"] if (changed := changed_values(config, source)) else []),
         f"  python train.py ... schedule.train_steps={2 * step}   # train longer",
         f"  python train.py ... run.name={config.run.name}-2   # another run",
         "  python train.py ... checkpoint.resume=never   # train again from step 0",
@@ -174,19 +189,30 @@ def complete_message(config: Config[Any], source: Path, step: int) -> str:
     return "\n".join(lines)
 
 
-def _changed(config: Config[Any], source: Path, limit: int = 8) -> list[str]:
-    """Return a line with the requested values that differ from those of a complete run; [] without a difference."""
-    saved, requested = (
-        configuration_facts(values) for values in (read_config_yaml(source), yaml.safe_load(dump_config(config)))
-    )
+def changed_values(config: Config[Any], source: Path, sections: tuple[str, ...] = ("",), limit: int = 8) -> str:
+    """Return "KEY = value of the checkpoint, not requested value; ..." of the first differences; "" without one.
+
+    sections: beginnings of the keys that are compared. Options of mixers that a file omits have their defaults.
+    """
+    saved, requested = (_values(values) for values in (read_config_yaml(source), yaml.safe_load(dump_config(config))))
     names = [
-        name for name in requested if name in saved and requested[name] != saved[name] and name != "checkpoint.resume"
+        name
+        for name in requested
+        if name.startswith(sections)
+        and name not in _FREE
+        and json.loads(saved.get(name, requested[name])) != json.loads(requested[name])  # 4 equals 4.0
     ]
-    if not names:
-        return []
     more = f"; {len(names) - limit} more" if len(names) > limit else ""
-    pairs = "; ".join(f"{name} = {saved[name]}, not {requested[name]}" for name in names[:limit])
-    return [f"  it was trained with {pairs}{more}"]
+    return "; ".join(f"{name} = {saved[name]}, not {requested[name]}" for name in names[:limit]) + more
+
+
+def _values(config: dict[str, Any]) -> dict[str, str]:
+    """Return dotted key -> value as JSON, with every option of the mixers."""
+    with suppress(ValueError):  # an older version wrote an option that is unknown now
+        model = model_config(config)
+        options = {mixer: dataclasses.asdict(model.options_of(mixer)) for mixer in model.mixers}
+        config = {**config, "model": {**config["model"], "mixer_options": options}}
+    return configuration_facts(config)
 
 
 def _duration(seconds: float) -> str:
