@@ -32,7 +32,7 @@ def reviews(directory: Path | None, split: str, length: int) -> Examples:
 
     Raises FileNotFoundError for a missing file, ValueError for a row without text and label.
     """
-    rows = _rows(directory, "stanfordnlp/imdb", split, ("text", "label"))
+    rows = _rows(directory, "text", "stanfordnlp/imdb", split, ("text", "label"))
     place = f"{directory or 'stanfordnlp/imdb'}: {split}"
     texts = list(rows["text"])
     if None in texts:
@@ -53,14 +53,15 @@ def grey_images(directory: Path | None, split: str) -> Examples:
     """
     import datasets
 
-    rows = _rows(directory, "uoft-cs/cifar10", split, ("img", "label")).cast_column("img", datasets.Image(decode=False))
+    rows = _rows(directory, "image", "uoft-cs/cifar10", split, ("img", "label"))
+    rows = rows.cast_column("img", datasets.Image(decode=False))
     place = f"{directory or 'uoft-cs/cifar10'}: {split}"
     tokens = np.empty((len(rows), 1024), np.uint8)
     decode = datasets.Image().decode_example
     for number, row in enumerate(rows):
         try:
             pixels = np.asarray(decode(row["img"]).convert("L"))
-        except OSError as error:
+        except (OSError, SyntaxError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{place}, row {number}: the image does not decode ({error}); write this row again"
             ) from None
@@ -89,7 +90,7 @@ def document_pairs(directory: Path | None, split: str, length: int) -> Examples:
     if directory is None or not path.is_file():
         raise FileNotFoundError(
             f"{path}: no such file; the task retrieval needs {_PAIRS.format(split='{train,eval,test}')} of {RELEASE} (folder "
-            "lra_release/tsv_data): unpack it and set data.directory=FOLDER"
+            "lra_release/tsv_data): unpack it and set settings.retrieval.data.directory=FOLDER"
         )
     texts: list[tuple[str, str]] = []
     labels = []
@@ -107,12 +108,12 @@ def document_pairs(directory: Path | None, split: str, length: int) -> Examples:
     return Examples(np.concatenate(both, 1), np.array(labels, np.int32)[:, None])
 
 
-def _rows(directory: Path | None, name: str, split: str, columns: Sequence[str]) -> Any:
-    """Return the rows of a split as a `datasets.Dataset` with these columns."""
+def _rows(directory: Path | None, task: str, name: str, split: str, columns: Sequence[str]) -> Any:
+    """Return the rows of a split as a `datasets.Dataset` with these columns. task: of Long Range Arena, for messages."""
     import datasets
 
     if directory is None:
-        advice = f"Save its {split}.parquet in a folder and set data.directory=FOLDER"
+        advice = f"Save its train.parquet and test.parquet in a folder and set settings.{task}.data.directory=FOLDER"
         check_hub(name, name, advice)
         try:
             rows = datasets.load_dataset(name, split=split)
@@ -123,7 +124,7 @@ def _rows(directory: Path | None, name: str, split: str, columns: Sequence[str])
         if not files:
             raise FileNotFoundError(
                 f"{directory}: no file {split}.parquet or {split}.jsonl*; save {name} of the Hugging Face hub there, "
-                "or set data.directory=null to read it from the hub"
+                f"or set settings.{task}.data.directory=null to read it from the hub"
             )
         kind = "parquet" if files[0].suffix == ".parquet" else "json"
         try:

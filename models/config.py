@@ -97,6 +97,8 @@ class ModelConfig:
         object.__setattr__(self, "mixers", tuple(self.mixers))
         if self.image_size is not None:
             self._derive_for_images()
+        else:
+            self._refuse_keys_of_images()
         for key in ("vocab_size", "num_layers", "hidden_size", "num_heads", "intermediate_size", "max_positions"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -119,6 +121,13 @@ class ModelConfig:
         self._check_mixers()
         if self.image_size is not None:
             self._check_images()
+
+    def _refuse_keys_of_images(self) -> None:
+        for key in ("patch_size", "pooling", "patch_order", "direction"):
+            if (value := getattr(self, key)) != getattr(ModelConfig, key):
+                raise ValueError(
+                    f"model.{key} = {value} is for image classifiers: leave it out, or set model.image_size"
+                )
 
     def _derive_for_images(self) -> None:
         """Check the sizes of an image classifier, and set the keys that follow from them."""

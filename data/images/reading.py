@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from ..checksum import DamagedDataError
 
@@ -142,7 +142,9 @@ class LabelledImages:
             with Image.open(source) as image:
                 return image.convert("RGB")
         except (OSError, KeyError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError) as error:
-            reason = "it is empty" if not record else " ".join(str(error).split())
+            # The message of an unknown format holds the address of a buffer.
+            unknown = isinstance(error, UnidentifiedImageError)
+            reason = "it is empty" if not record else "unknown format" if unknown else " ".join(str(error).split())
             raise DamagedDataError(
                 f"{self._name_of(row)}: the image does not decode ({reason}); replace the image, or remove the row"
             ) from error
@@ -193,8 +195,8 @@ def _cached_table(files: ImageFiles, cache: Path) -> Any:
     datasets.disable_progress_bars()
     try:
         if files.folder is None:
-            for file in files.parquet:
-                files.open(file)
+            if not files.rows[-1]:
+                raise ValueError(f"{files.parquet[0]} has no row")
             paths = [str(file) for file in files.parquet]
             return datasets.load_dataset("parquet", data_files={"train": paths}, split="train", cache_dir=str(cache))
         pattern = {"train": [f"{files.folder}/*/*"]}

@@ -11,6 +11,7 @@ from megatron_lite.config.section import Fraction, Section, Text
 
 Problems = Iterator[tuple[tuple[str, ...], str]]
 _OBJECTIVE = ("data", "objective")
+_OF_TEACHER = ("teacher_labels", "teacher_weight", "temperature")
 _Triple = tuple[float, float, float]
 _Deviations = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
 
@@ -92,6 +93,11 @@ def tokens_per_image(model: Mapping[str, Any]) -> int | None:
     return (size // patch) ** 2 + (model.get("pooling") == "class_token")
 
 
+def _changed(section: Section) -> list[str]:
+    """Return the keys of a section that differ from their defaults."""
+    return [key for key, field in type(section).model_fields.items() if getattr(section, key) != field.default]
+
+
 def image_problems(config: Any) -> Problems:
     """Yield (key, problem) of the combinations that concern image classifiers."""
     data, model = config.data, config.model
@@ -102,9 +108,17 @@ def image_problems(config: Any) -> Problems:
                 _OBJECTIVE,
                 f"= {data.objective}: model.image_size = {size} makes an image classifier; set classification",
             )
-        if data.images.train is not None:
-            yield ("data", "images", "train"), "requires data.objective = classification; set it, or remove this key"
+        for path, section in ((("data", "images"), data.images), (("classification",), config.classification)):
+            for key in _changed(section):
+                yield (*path, key), "requires data.objective = classification; set it, or remove this key"
         return
+    teaching = [key for key in _changed(config.classification) if key in _OF_TEACHER]
+    if config.classification.teacher is None:
+        for key in teaching:
+            yield ("classification", key), "requires classification.teacher: name one, or remove this key"
+    elif "temperature" in teaching and config.classification.teacher_labels == "hard":
+        text = "requires classification.teacher_labels = soft; set it, or remove this key"
+        yield ("classification", "temperature"), text
     if size is None:
         text = "is missing: data.objective = classification needs the height and width of its images, in pixels"
         yield ("model", "image_size"), text

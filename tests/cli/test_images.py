@@ -101,7 +101,10 @@ def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, ca
             {"model.image_size": 10},
             "model.image_size = 10 is no multiple of model.patch_size = 4; nearest multiples: 8 or 12",
         ),
-        ({"model.image_size": "null"}, "model.image_size is missing: data.objective = classification needs"),
+        (
+            {"model.image_size": "null", "model.patch_order": "rows"},
+            "model.image_size is missing: data.objective = classification needs",
+        ),
         ({"data.objective": "masked"}, "data.objective = masked: model.image_size = 8 makes an image classifier"),
         (
             {"data.corpus": "stdlib"},
@@ -111,6 +114,15 @@ def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, ca
         ({"evaluation.suites": "[superglue]"}, "evaluation.suites is for language models"),
         ({"model.vocab_size": 4}, "model.vocab_size = 4: data.images.train has 3 classes"),
         ({"data.images.train": "absent.parquet"}, "absent.parquet does not exist"),
+        ({"classification.teacher": "absent"}, "classification.teacher: absent does not exist"),
+        (
+            {"classification.teacher_labels": "soft"},
+            "classification.teacher_labels requires classification.teacher: name one, or remove this key",
+        ),
+        (
+            {"classification.teacher": "absent", "classification.temperature": 2},
+            "classification.temperature requires classification.teacher_labels = soft",
+        ),
     ],
 )
 def test_classifier_that_cannot_run_is_refused_before_anything_is_written(
@@ -147,7 +159,7 @@ def test_image_that_does_not_decode_ends_the_run_with_file_and_row(arguments, tm
     path = write_parquet(tmp_path / "broken.parquet", [0, 1, 2, 0, 1, 2, 0], images=[*[good] * 5, b"no picture", good])
     changes = {"data.images.train": path, "data.cache_directory": tmp_path / "cache"}
     assert train.main(arguments(**changes)) == 1
-    assert "broken.parquet, row 5: the image does not decode" in capsys.readouterr().err
+    assert "broken.parquet, row 5: the image does not decode (unknown format)" in capsys.readouterr().err
     checkpoints = tmp_path / "run" / "checkpoints"
     assert not checkpoints.exists() or not list(checkpoints.glob(".*"))
 

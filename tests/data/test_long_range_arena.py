@@ -82,6 +82,9 @@ def test_wrong_data_names_file_and_row(tmp_path):
         grey_images(tmp_path, "test")
     with pytest.raises(ValueError, match=r"row 0: an image of \(28, 28\) pixels; images of 32 x 32"):
         grey_images(tmp_path, "train")
+    pq.write_table(pa.table({"img": [{"bytes": None, "path": None}], "label": [0]}), tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match="row 0: the image does not decode"):
+        grey_images(tmp_path, "test")
 
 
 def test_hub_that_cannot_be_reached_is_named_with_the_folder_to_set(monkeypatch):
@@ -91,5 +94,7 @@ def test_hub_that_cannot_be_reached_is_named_with_the_folder_to_set(monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("socket.create_connection", unreachable)
-    with pytest.raises(ValueError, match=r"^stanfordnlp/imdb: the hub \S+ cannot be reached .*data.directory=FOLDER$"):
+    with pytest.raises(
+        ValueError, match=r"^stanfordnlp/imdb: the hub \S+ cannot be reached .* settings.text.data.directory=FOLDER$"
+    ):
         reviews(None, "train", 4)

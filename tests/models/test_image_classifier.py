@@ -138,6 +138,10 @@ def test_head_reads_the_pooled_norm():
         ({"mixers": ("rwkv7",), "mixer_options": {}}, "'rwkv7' has a value residual"),
         ({"positions": "learned", "max_positions": 5}, "model.max_positions = 5: an image has 9 tokens"),
         ({"head": "mlm"}, "model.head = mlm is for language models"),
+        (
+            {"image_size": None, "patch_order": "both"},
+            "model.patch_order = both is for image classifiers: leave it out, or set model.image_size",
+        ),
     ],
 )
 def test_configurations_that_cannot_run_are_refused_with_their_key(changes, message):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import MicroBatch
+from megatron_lite.checkpoint.checksums import CheckpointError
 from megatron_lite.checkpoint.reader import read_config_yaml, read_weights, resolve
 from megatron_lite.config.image_schema import ClassificationConfig
 from megatron_lite.config.schema import Config
@@ -38,10 +39,10 @@ class Teacher:
     def __init__(self, config: Config[ModelConfig], device: torch.device) -> None:
         self._settings: ClassificationConfig = config.classification
         path = Path(str(self._settings.teacher))
-        if (path / "config.json").is_file():
-            model, facts = _exported(path)
-        else:
-            model, facts = _checkpoint(path)
+        try:
+            model, facts = _exported(path) if (path / "config.json").is_file() else _checkpoint(path)
+        except (FileNotFoundError, CheckpointError) as error:
+            raise type(error)(f"{_KEY}: {error}") from error
         images = config.data.images
         needed = {
             "classes": config.model.vocab_size,

@@ -43,7 +43,8 @@ def check_data(run: Run) -> None:
     try:
         generate(replace(run, data={**run.data, **dict.fromkeys(counts, 1)}))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"tasks: {run.task}: {error}; `data` holds the arguments of the task's generator") from None
+        section = f"settings.{run.task}.data" if run.suite == "lra" else "data"
+        raise ValueError(f"tasks: {run.task}: {error}; `{section}` holds the arguments of the task") from None
 
 
 def batch_size(run: Run) -> int:

@@ -206,5 +206,8 @@ def test_wrong_names_numbers_and_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="holds neither Parquet files nor folders of images"):
         find_images(str(tmp_path / "empty"), "data.images.train")
     (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:-20])
+    pq.write_table(pq.read_table(path).slice(0, 0), tmp_path / "none.parquet")
+    with pytest.raises(DamagedDataError, match=r"data.images.train: .*none.parquet has no row"):
+        opened(tmp_path / "none.parquet")
     with pytest.raises(DamagedDataError, match=r"cut\.parquet cannot be read as Parquet"):
         opened(tmp_path / "cut.parquet")

@@ -33,6 +33,8 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
             (*FILES, *MASKED),
             "data.train = ['a', 'b']: one file is allowed with data.objective = masked; preprocess the files together into one",
         ),
+        (("data.images.flip=0.1",), "data.images.flip requires data.objective = classification; set it, or remove"),
+        (("classification.label_smoothing=0.1",), "classification.label_smoothing requires data.objective = classif"),
         (LION, "data.objective = causal: lion sees the token that is to be predicted; set masked"),
         (
             ("data.objective=masked",),
