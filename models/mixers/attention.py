@@ -20,7 +20,7 @@ from ..operators.dot_product import (
     packed_flash_attention,
     supports_flash,
 )
-from ..operators.rotary import Yarn, check_yarn, rotary, rotate
+from ..operators.rotary import Yarn, check_pairs, check_yarn, rotary, rotate
 from ..operators.varlen import check_packed, segment_starts
 from ..options import ModelShape, option, require_at_least, require_divisor
 from ..recompute import recomputable
@@ -136,9 +136,10 @@ class Attention(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: AttentionOptions) -> None:
-        """Raise ValueError if num_kv_heads does not divide model.num_heads, or for a layer that has no attention."""
+        """Raise ValueError for wrong kv heads, for a rotary_pct below one pair of channels, or a layer without attention."""
         if options.num_kv_heads is not None:
             require_divisor(f"{_KEY}.num_kv_heads", options.num_kv_heads, "model.num_heads", config.num_heads)
+        check_pairs(options.rotary_pct, options.head_dim or config.hidden_size // config.num_heads)
         layers = [i for i in range(config.num_layers) if config.mixer_of(i) == "attention"]
         for key in ("nope_layers", "full_layers"):
             for layer in getattr(options, key):

@@ -135,6 +135,18 @@ def test_imported_fla_models_keep_their_logits(name: str, tmp_path: Path) -> Non
     assert (load_language_model(tmp_path / "run2")(reference["ids"]) - reference["logits"]).abs().max() > 1e-4
 
 
+def test_heads_of_another_width_than_the_weights_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the shape of r_k shows the number of RWKV-7's heads: the import would compute with another one."""
+    folder = tmp_path / "rwkv7"
+    shutil.copytree(Path(__file__).parent / "golden" / "rwkv7", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "head_dim": 32, "num_heads": 1}))
+    message = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "r_k has 16 channels per head, and config.json has head_dim = 32: correct head_dim and num_heads" in message
+
+
 def load_language_model(run: Path) -> LanguageModel:
     config = model_config(read_config_yaml(run))
     return build_model(config, read_weights(run)).eval().requires_grad_(False)
@@ -327,6 +339,7 @@ METALA_SHAPE = {
         ("gated_deltanet", {**FLA_SHAPE, "use_gate": False}, "use_gate = False has no counterpart"),
         ("delta_net", {**FLA_SHAPE, "qk_norm": "sum"}, "qk_norm = 'sum' has no counterpart"),
         ("rwkv7", {**FLA_SHAPE, "value_dim": 128}, "value_dim = 128 has no counterpart"),
+        ("rwkv7", {**FLA_SHAPE, "head_dim": 24}, "head_dim = 24 does not divide hidden_size = 64; nearest"),
         ("rwkv7", {**FLA_SHAPE, "tie_word_embeddings": True}, "untie the matrices"),
         (
             "metala",

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from models.config import ModelConfig
 from models.layers.delta_rule_mixer import DeltaRuleOptions, DeltaRuleSizes, delta_rule_sizes
+from models.options import require_divisor
 from tools.conversion.foreign.fla import linears, model_of, norm_eps, surrounding_sources
 from tools.conversion.foreign.mapping import Foreign, Source, only, tied
 
@@ -127,6 +129,7 @@ def rwkv7(config: Mapping[str, Any]) -> Foreign:
     check_settings(config, "rwkv7")
     size, eps = config["hidden_size"], float(config.get("norm_eps", 1e-5))
     head_dim = config.get("head_dim") or size // config["num_heads"]
+    require_divisor("head_dim", head_dim, "hidden_size", size)
     layers = config["num_hidden_layers"]
     only(config, {"value_dim": (None, size, [size] * layers)})
     first_norm, tie = config.get("norm_first", True), bool(config.get("tie_word_embeddings", False))
@@ -181,7 +184,16 @@ def _rwkv7_layer(ours: str, theirs: str, head_dim: int, *, first: bool) -> dict[
             sources[f"{ours}.{name}_up.bias"] = Source((f"{theirs}.{lora}.2.bias",))
     sources[f"{ours}.removal_scale"] = Source((f"{theirs}.k_k",))
     sources[f"{ours}.key_scale"] = Source((f"{theirs}.k_a",))
-    sources[f"{ours}.bonus"] = Source((f"{theirs}.r_k",), torch.flatten, lambda bonus: bonus.view(-1, head_dim))
+
+    def bonus(per_head: Tensor) -> Tensor:
+        if per_head.shape[-1] != head_dim:
+            raise ValueError(
+                f"{theirs}.r_k has {per_head.shape[-1]} channels per head, and config.json has head_dim = {head_dim}: correct "
+                "head_dim and num_heads, or take the weights that belong to them"
+            )
+        return per_head.flatten()
+
+    sources[f"{ours}.bonus"] = Source((f"{theirs}.r_k",), bonus, lambda y: y.view(-1, head_dim))
     return sources | {f"{ours}.norm_{part}": Source((f"{theirs}.g_norm.{part}",)) for part in ("weight", "bias")}
 
 
