@@ -105,17 +105,35 @@ class LanguageModel(nn.Module):
         Of an image classifier: tokens are pixels [batch, 3, image_size, image_size], logits [batch, classes], labels and
         loss_weight [batch].
         """
+        layer_states = None if state is None else state[:-1]  # the head has none
+        x, new_state = self.hidden_states(
+            tokens, mask=mask, cu_seqlens=cu_seqlens, state=layer_states, return_state=return_state
+        )
+        out = self.head(x, labels=labels, loss_weight=loss_weight)
+        return (out, [*new_state, {}]) if return_state else out
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: list[dict[str, Tensor]] | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """Return the input of the head, [batch, length, hidden_size], and the new state; an empty one without return_state.
+
+        Arguments as in `forward`. The state has one dict per layer, without the head's.
+        """
         layers: list[nn.Module] = [self.embedding, *self.blocks]
-        states: list[dict[str, Tensor] | None] = [None] * (len(layers) + 1) if state is None else list(state)
-        new_states: list[dict[str, Tensor]] = []
-        x = tokens
-        for layer, layer_state in zip(layers, states[:-1], strict=True):
+        states: Sequence[dict[str, Tensor] | None] = [None] * len(layers) if state is None else state
+        x, new_states = tokens, []
+        for layer, layer_state in zip(layers, states, strict=True):
             x = layer(x, mask=mask, cu_seqlens=cu_seqlens, state=layer_state, return_state=return_state)
             if return_state:
                 x, new_state = x
                 new_states.append(new_state)
-        out = self.head(x, labels=labels, loss_weight=loss_weight)
-        return (out, [*new_states, {}]) if return_state else out
+        return x, new_states
 
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token at this sequence length, two per multiply-add."""

@@ -145,10 +145,8 @@ def token_nll(model: LanguageModel, tokens: Tensor, labels: Tensor, cu_seqlens: 
 
     tokens, labels: [batch, length]. cu_seqlens: as `LanguageModel.forward`.
     """
-    x = tokens
-    for layer in (model.embedding, *model.blocks):
-        x = layer(x, cu_seqlens=cu_seqlens)
-    rows, targets = x.flatten(0, 1), labels.flatten().clamp_min(0)
+    hidden, _ = model.hidden_states(tokens, cu_seqlens=cu_seqlens)
+    rows, targets = hidden.flatten(0, 1), labels.flatten().clamp_min(0)
     step = max(1, _LOGITS // model.config.vocab_size)
     nll = []
     for start in range(0, len(rows), step):

@@ -91,11 +91,9 @@ class PseudoScorer:
         places = torch.tensor([place for _, _, place in batch], device=self.device)
         padded = bool((lengths < lengths.max()).any())
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(self.device) if padded else None
-        x = tokens.to(self.device)
-        for layer in (self.model.embedding, *self.model.blocks):
-            x = layer(x, mask=mask)
+        hidden, _ = self.model.hidden_states(tokens.to(self.device), mask=mask)
         row = torch.arange(len(batch), device=self.device)
-        logits = to_accumulation_dtype(self.model.head(x[row, places]))
+        logits = to_accumulation_dtype(self.model.head(hidden[row, places]))
         log_probabilities = logits[row, targets] - torch.logsumexp(logits, -1)
         self.read += int(lengths.sum())
         return log_probabilities.tolist(), (logits.argmax(-1) == targets).tolist()

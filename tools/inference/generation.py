@@ -91,12 +91,7 @@ def _last_logits(
     state: State | None,
 ) -> tuple[torch.Tensor, State]:
     """Return the logits [batch, vocab] of the last position only, which need less memory, and the new state."""
-    layers = [model.embedding, *model.blocks]
-    states = [None] * len(layers) if state is None else state
-    hidden, new_state = tokens, []
-    for layer, previous in zip(layers, states, strict=True):
-        hidden, after = layer(hidden, mask=mask, state=previous, return_state=True)
-        new_state.append(after)
+    hidden, new_state = model.hidden_states(tokens, mask=mask, state=state, return_state=True)
     return model.head(hidden[:, -1:])[:, 0], new_state
 
 

@@ -43,9 +43,7 @@ def masked_accuracy(
     num_correct = torch.zeros((), dtype=torch.float64, device=loaded.device)
     for number in range(pieces_read(rows.num_tokens, longest, tokens)):
         batch = cut(rows[number], length, loaded.device)
-        hidden = batch["tokens"]
-        for layer in (loaded.model.embedding, *loaded.model.blocks):
-            hidden = layer(hidden, cu_seqlens=batch.get("cu_seqlens"))
+        hidden, _ = loaded.model.hidden_states(batch["tokens"], cu_seqlens=batch.get("cu_seqlens"))
         targets = {"labels": batch["labels"], "loss_weight": batch["loss_weight"], "num_correct": num_correct}
         nll += loaded.model.head(hidden, **targets).item()
         weight += batch["loss_weight"].sum().item()

@@ -34,12 +34,12 @@ def test_rows_repeat_their_pairs_in_another_order() -> None:
 def test_recall_is_one_for_a_model_that_copies_and_chance_for_one_that_does_not(knows: bool, expected: float) -> None:
     """Use a model that predicts the token after the last occurrence of its input, or always the first value."""
 
-    def block(tokens: Tensor) -> Tensor:
+    def hidden_states(tokens: Tensor) -> tuple[Tensor, list[Any]]:
         same = (tokens[:, :, None] == tokens[:, None, :]).float().tril(-1)
         following = torch.nn.functional.one_hot(tokens.roll(-1, 1), 200).float()
-        return same @ following if knows else following[:, :1].expand(-1, tokens.shape[1], -1)
+        return same @ following if knows else following[:, :1].expand(-1, tokens.shape[1], -1), []
 
-    model: Any = SimpleNamespace(embedding=lambda x: x, blocks=[block], head=lambda x: x)
+    model: Any = SimpleNamespace(hidden_states=hidden_states, head=lambda x: x)
     loaded: Any = SimpleNamespace(model=model, device=torch.device("cpu"))
     score, error = associative_recall(loaded, IDS, pairs=8, examples=64)
     assert score == pytest.approx(expected)
