@@ -23,7 +23,8 @@ def write_data_cards(manifests: Mapping[Path, Mapping[str, Any]], licences: Mapp
         documents = sum(manifest["documents"] for manifest in manifests.values())
         raise ValueError(
             f"the licences name the source {', '.join(map(repr, unknown))}, which 0 of {documents:,} documents have;"
-            f" allowed are {', '.join(map(repr, known)) or 'none: the records name no source (--source-key)'}"
+            f" allowed are {', '.join(map(repr, known)) or 'none: the records name no source (--source-key)'}."
+            " Correct the licences and give the same command again; it keeps the token files, which are complete"
         )
     return [_write_data_card(prefix, manifest, licences) for prefix, manifest in manifests.items()]
 

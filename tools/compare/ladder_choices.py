@@ -133,8 +133,11 @@ def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section
     if without := ", ".join(label for label in complete if label not in of_rung):
         note += f" Not measured: {without}."
     header = ["task", "chance", "correlation with the loss", *of_rung]
-    missing = "Not measured: `--recall`, and `eval.py` and `tools.finetune_glue` with a run, write scores to the runs' folders."
-    return Section(f"Zero-shot scores and recall at {rung}", header, cells, note if cells else missing)
+    causal = all(run.causal for run in runs)
+    commands = "`--recall`, and `eval.py` with a run, write" if causal else "`tools.finetune_glue` with a run writes"
+    missing = f"Not measured: {commands} scores to the runs' folders."
+    title = f"Zero-shot scores and recall at {rung}" if causal else f"Scores after fine-tuning at {rung}"
+    return Section(title, header, cells, note if cells else missing)
 
 
 def _best(values: Mapping[str, float], error: float) -> list[str]:

@@ -156,7 +156,8 @@ def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
     # The card of finished token files is written again, and a source that no document has is refused.
     (tmp_path / "licences.yml").write_text("c: MIT\n")
     assert main(words) == 2
-    assert "the source 'c', which 0 of 4 documents have; allowed are 'a', 'b'" in capsys.readouterr().err
+    message = "the source 'c', which 0 of 4 documents have; allowed are 'a', 'b'. Correct the licences and give the same command"
+    assert message in capsys.readouterr().err
     (tmp_path / "licences.yml").write_text("[a, b]\n")
     assert main(words) == 2
     assert "one line per source, SOURCE: LICENCE, is allowed" in capsys.readouterr().err

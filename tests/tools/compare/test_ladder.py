@@ -262,7 +262,7 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     assert [cell.strip() for cell in fit.split("|")[3:6]] == ["10.8", "185.2", "1.690 [1.690, 1.690]"]
     assert "Within 0.01 nats: 1 of 1; mean absolute difference 0.0000." in document
     assert f"{1 - loss / 6:.1%}" in document
-    assert "Not measured: `--recall`, and `eval.py`" in document
+    assert "Not measured: `--recall`, and `eval.py` with a run, write scores to the runs' folders." in document
     assert f" {loss + 2:.4f} |" in document
     assert "## Loss by source at 40m-10x" in document
     assert "| 9 to 16  |  4.0000 |" in document

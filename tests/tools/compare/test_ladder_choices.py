@@ -91,6 +91,11 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
     assert row[:3] == ["niah, score", "0.250", "-1.00"]
     assert row[3] == f"{10 - law(4e7, 4e8):.3f} ± 0.125"
     assert not scores("5m-10x", runs, []).rows
+    for run in runs:
+        run.causal = False
+    empty = scores("5m-10x", runs, [])
+    assert empty.title == "Scores after fine-tuning at 5m-10x"
+    assert empty.note == "Not measured: `tools.finetune_glue` with a run writes scores to the runs' folders."
     # A diverged run has no place in the correlation.
     results[0] = replace(results[0], final={"loss": math.nan})
     assert scores("40m-10x", runs, results).rows[1][2] == "-1.00"
