@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -49,20 +50,26 @@ def fp8_summary(fp8: Fp8Config, layers: Sequence[nn.Module], ranks: int, dtype: 
     if fp8.recipe == "none":
         return ""
     selected: dict[str, None] = {}
-    excluded: dict[str, list[str]] = {}
-    for index, layer in enumerate(layers):
-        if not is_fp8_layer(fp8, index, len(layers)):
-            continue
-        names, reasons = select_projections(layer, ranks)
+    excluded: dict[str, dict[str, list[int]]] = {}  # reason -> name -> blocks
+    having: Counter[str] = Counter()  # name -> number of blocks with this projection
+    covered = [index for index in range(len(layers)) if is_fp8_layer(fp8, index, len(layers))]
+    for index in covered:
+        names, reasons = select_projections(layers[index], ranks)
         selected |= dict.fromkeys(names)
+        having.update([*names, *reasons])
         for name, reason in reasons.items():
-            if name not in (listed := excluded.setdefault(reason, [])):
-                listed.append(name)
-    exclusions = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in excluded.items())
+            excluded.setdefault(reason, {}).setdefault(name, []).append(index - 1)
+
+    def listed(name: str, blocks: list[int]) -> str:
+        of = f" of block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
+        return name if len(blocks) == having[name] else name + of
+
+    exclusions = "; ".join(
+        f"{', '.join(listed(*entry) for entry in names.items())} ({reason})" for reason, names in excluded.items()
+    )
     if not selected:
         raise ValueError(
             f"precision.fp8.recipe = {fp8.recipe}: no projection of this model can run in FP8: {exclusions}. Set recipe=none"
         )
-    blocks = sum(is_fp8_layer(fp8, index, len(layers)) for index in range(len(layers)))
-    line = f"FP8 ({fp8.recipe}) in {blocks} of {len(layers) - 2} blocks: {', '.join(selected)}"
+    line = f"FP8 ({fp8.recipe}) in {len(covered)} of {len(layers) - 2} blocks: {', '.join(selected)}"
     return f"{line}; in {dtype}: {exclusions}" if exclusions else line
