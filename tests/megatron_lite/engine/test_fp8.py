@@ -58,7 +58,7 @@ def test_summary_names_the_projections_in_fp8_and_the_others(build):
 
 
 def test_summary_names_the_blocks_whose_projection_of_this_name_is_not_in_fp8():
-    """In a hybrid, projections of one name have several widths: keys of gated_delta_net have 24 channels per rank here."""
+    """Check a hybrid, whose projections of one name differ in width: keys of gated_delta_net have 24 channels per rank."""
     layers = model_layers(mixers=("gated_delta_net", "gated_delta_net", "attention"), num_layers=3)
     summary = fp8_summary(Fp8Config(recipe="rowwise"), layers, 2, "fp32")
     assert "mixer.q_proj of blocks 0, 1, mixer.k_proj of blocks 0, 1 (64 x 24 per rank is no multiple of 16)" in summary
