@@ -97,12 +97,13 @@ def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page:
     if comparison.ladder is not None and rows:
         from tools.compare.ladder_report import markdown, write_ladder
 
-        sections, files = write_ladder(comparison, comparison.ladder, runs, results, rows)
+        facts = [launch_note(comparison.folder), *([note] if note else [])]
+        sections, files = write_ladder(comparison, comparison.ladder, runs, results, rows, facts)
         text, written = f"{markdown(sections)}\n{text}", written + files
         if page is not None:
             command = f"python -m tools.compare {file}"
             measures = "--positions --recall" if any(run.causal for run in runs) else ""
-            parts = [f"# {comparison.title}\n", launch_note(comparison.folder) + "\n", *([f"{note}\n"] if note else [])]
+            parts = [f"# {comparison.title}\n", *(f"{fact}\n" for fact in facts)]
             write_text(page, "\n".join([*parts, markdown(sections, command, measures)]))
             written.append(page)
     print("\n" + text + (f"\n{note}\n" if note else ""))

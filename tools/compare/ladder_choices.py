@@ -68,10 +68,10 @@ def choices(
             "As good: within two standard errors of the best. The standard error is that of a difference of validation "
         )
         note += f"losses, for all purposes. It comes from {source}."
-    return Section(f"Which mixer for which purpose, at {rung}", _HEADER, cells, note, text_columns=2)
+    return Section(f"Which mixer for which purpose, at {rung}", _HEADER, cells, note, text_columns=3)
 
 
-_HEADER = ["purpose", "mixer", "loss", "as good within the noise", "next mixer", "difference ± standard error"]
+_HEADER = ["purpose", "mixer", "as good within the noise", "loss", "next mixer", "difference ± standard error"]
 
 
 def noise_of_run(rows: Sequence[Row], same_size: Collection[str], misses: Mapping[str, float]) -> tuple[float, str]:
@@ -148,7 +148,7 @@ def _best(values: Mapping[str, float], error: float) -> list[str]:
     shown = ", ".join(equal[:_SHOWN]) + (f" and {len(equal) - _SHOWN} more" if len(equal) > _SHOWN else "")
     written = "" if math.isnan(error) else f" ± {error:.4f}"
     difference = f"{values[rest[0]] - values[best]:+.4f}{written}" if rest else "-"
-    return [best, f"{values[best]:.4f}", shown or "-", rest[0] if rest else "-", difference]
+    return [best, shown or "-", f"{values[best]:.4f}", rest[0] if rest else "-", difference]
 
 
 def _by_source(here: Sequence[Row]) -> list[list[str]]:
@@ -161,7 +161,7 @@ def _by_source(here: Sequence[Row]) -> list[list[str]]:
     first, *others = sorted(set(firsts), key=lambda label: (-firsts.count(label), label))
     counts = [f"{firsts.count(label)} of {len(sources)}" for label in (first, *others)]
     after = [others[0], counts[1]] if others else ["-", "-"]
-    return [["lowest loss in most sources", first, counts[0], "-", *after]]
+    return [["lowest loss in most sources", first, "-", counts[0], *after]]
 
 
 def _scores_of(run: Run) -> dict[Key, tuple[float, float | None, float | None]]:

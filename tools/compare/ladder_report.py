@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -33,9 +34,17 @@ _INTERVAL = "Brackets hold 95 % intervals of a residual bootstrap."
 
 
 def write_ladder(
-    comparison: Comparison, ladder: Ladder, runs: Sequence[Run], results: Sequence[Result], rows: Sequence[Row]
+    comparison: Comparison,
+    ladder: Ladder,
+    runs: Sequence[Run],
+    results: Sequence[Result],
+    rows: Sequence[Row],
+    facts: Sequence[str] = (),
 ) -> tuple[list[Section], list[Path]]:
-    """Write ladder.png and ladder.html to the comparison's folder. Return the tables, and the files."""
+    """Write ladder.png and ladder.html to the comparison's folder. Return the tables, and the files.
+
+    facts: sentences below the title of the page.
+    """
     fits, problems = fits_of(points_of(results))
     largest = [run for run in runs if ladder.rungs()[run.size][0] == ladder.largest]
     computed, without = predict(ladder, largest, results)
@@ -53,6 +62,7 @@ def write_ladder(
         picture = _draw(ladder, results, fits, comparison.folder / "ladder.png", comparison.title)
         files.insert(0, picture)
         parts.insert(0, picture_html("Loss over compute", picture.read_bytes(), "png"))
+    parts = [*(f'<p class="dim">{html.escape(fact)}</p>' for fact in facts), *parts]
     write_page(files[-1], comparison.title, parts)
     return sections, files
 

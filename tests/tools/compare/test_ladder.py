@@ -352,6 +352,7 @@ def test_page_holds_the_launches_and_a_command_for_every_table(tmp_path: Path, m
     commands = {lines[0]: lines[2] for lines in titles}
     assert commands.pop("Learning rates") == "    python -m tools.compare ladder.yml --tune"
     assert set(commands.values()) == {"    python -m tools.compare ladder.yml --positions --recall"}
+    assert '<p class="dim">1 x GPU; 2026-01-02; commit abc1234; 700 s in 3' in (tmp_path / "ladder.html").read_text()
     saved = json.loads((tmp_path / "results.json").read_text())
     assert [line["seconds"] for line in saved["launches"]] == [300, 100, 300]
     assert main([str(EXPERIMENTS / "compare_lm.yml"), "--page", "x.md", "--plan"]) == 2

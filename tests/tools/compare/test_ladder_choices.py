@@ -36,16 +36,16 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
     ]
     section = choices("m", [*small, *large], runs, {"a": 3.5, "b": 3.4}, {})
     cells = {row[0]: list(row[1:]) for row in section.rows}
-    assert cells["lowest loss"] == ["C", "3.9900", "A", "B", "+0.2100 ± 0.0200"]
+    assert cells["lowest loss"] == ["C", "A", "3.9900", "B", "+0.2100 ± 0.0200"]
     # One model without softmax layers is no choice.
     assert "lowest loss with a state of constant size" not in cells
-    assert cells["text of an unseen source"] == ["A", "4.5000", "-", "B", "+0.1000 ± 0.0200"]
+    assert cells["text of an unseen source"] == ["A", "-", "4.5000", "B", "+0.1000 ± 0.0200"]
     late = cells["last positions of a text (2 of 3 mixers measured)"]
-    assert late == ["B", "3.4000", "-", "A", "+0.1000 ± 0.0200"]
-    assert cells["lowest loss in most sources"] == ["C", "2 of 2", "-", "-", "-"]
+    assert late == ["B", "-", "3.4000", "A", "+0.1000 ± 0.0200"]
+    assert cells["lowest loss in most sources"] == ["C", "-", "2 of 2", "-", "-"]
     assert "It comes from the seeds at s (2 degrees of freedom)." in section.note
     alone = choices("m", large, runs, {}, {})
-    assert alone.rows[0] == ["lowest loss", "C", "3.9900", "-", "A", "+0.0100"]
+    assert alone.rows[0] == ["lowest loss", "C", "-", "3.9900", "A", "+0.0100"]
     assert "the noise of a difference is unknown" in alone.note
 
 
