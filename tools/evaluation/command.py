@@ -106,10 +106,10 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
     return located
 
 
-def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedCheckpoint | None) -> Results | None:
-    """Evaluate a model on suites, print the tables, and write results, tables and chart.
+def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedCheckpoint | None) -> None:
+    """Evaluate a model on suites; on the main process print the tables, and write results, tables and chart.
 
-    Returns the results, or None on a process other than the main one. Raises as `prepare_tasks` and `open_model`.
+    Raises as `prepare_tasks` and `open_model`.
     """
     prepared = prepare_tasks(tasks)
     opened = open_model(request, located, "suites")
@@ -123,7 +123,7 @@ def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedC
     refuse_others(opened.out, "suites", suite_settings, settings)
     results = evaluate(opened.lm, prepared, use_cache=opened.cache)
     if results is None:
-        return None
+        return
     results["metalion"].update(model=opened.facts, title=opened.name)
     samples = results.pop("samples")
     new_results = results
@@ -138,7 +138,6 @@ def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedC
     print("\n".join(map(str, written)))
     if opened.loaded is not None:
         _add_to_run(opened.loaded, new_results, prepared)
-    return results
 
 
 def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]], out: Path) -> None:

@@ -97,9 +97,8 @@ def loss_by_position(
     """
     total, count = np.zeros(length), np.zeros(length, np.int64)
     trained = int(loaded.config["batch"]["sequence_length"])
-    reset = loaded.config["data"]["reset_at_documents"]
     changes: list[float] = []
-    for batch in text_batches(loaded, text, length, batch_size, reset_at_documents=reset, progress=progress):
+    for batch in text_batches(loaded, text, length, batch_size, progress=progress):
         real = (batch["loss_weight"] > 0).flatten().cpu().numpy()
         piece, position = _places(batch, length)
 

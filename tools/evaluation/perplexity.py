@@ -126,11 +126,9 @@ def perplexity(
         seconds.
     """
     length = sequence_length or int(loaded.config["batch"]["sequence_length"])
-    reset = loaded.config["data"]["reset_at_documents"]
     started = time.perf_counter()
     nll = weight = 0.0
-    batches = text_batches(loaded, text, length, batch_size, reset_at_documents=reset, stride=stride, progress=progress)
-    for batch in batches:
+    for batch in text_batches(loaded, text, length, batch_size, stride=stride, progress=progress):
         nll += cached(cache, "nll", batch, lambda batch=batch: loaded.model(**batch).item())
         weight += batch["loss_weight"].sum().item()
     loss = nll / weight
@@ -190,19 +188,21 @@ def text_batches(
     length: int,
     batch_size: int,
     *,
-    reset_at_documents: bool = False,
     stride: int | None = None,
     progress: bool = True,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a text in batches of pieces, [batch_size, length] each, on the device of the model."""
-    first_token = loaded.tokenizer.end_of_document_id
+    """Yield a text in batches of pieces, [batch_size, length] each, on the device of the model.
+
+    With `data.reset_at_documents` a batch is one row with "cu_seqlens", as in training.
+    """
+    first_token, reset = loaded.tokenizer.end_of_document_id, loaded.config["data"]["reset_at_documents"]
     pieces: SequentialDataset | StridedDataset
     if stride is None:
         pieces = SequentialDataset(
-            text.prefix, sequence_length=length, first_token=first_token, reset_at_documents=reset_at_documents
+            text.prefix, sequence_length=length, first_token=first_token, reset_at_documents=reset
         )
     else:
-        _check_stride(stride, length, reset_at_documents)
+        _check_stride(stride, length, reset)
         pieces = StridedDataset(text.prefix, sequence_length=length, stride=stride, first_token=first_token)
     steps = batches(pieces, global_batch_size=batch_size, micro_batch_size=batch_size, fill_last=True)
     total = -(-len(pieces) // batch_size)
