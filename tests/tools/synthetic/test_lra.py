@@ -158,6 +158,8 @@ def test_the_command_trains_and_writes_the_table(tmp_path, capsys):
     table = (tmp_path / "out/results.md").read_text()
     assert f"| MetaLA | {100 * line['accuracy']:.1f} |" in table
     assert "91.66" in table
+    for row in ("| LION-lit (paper) | 72.78 |", "| S5 (paper) | 95.33 |", "| Mamba (paper) | 69.26 |"):
+        assert row in table
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"results.png", "learning_curves.png"}
     assert evaluation.main([*words, "--report"]) == 0
     capsys.readouterr()
