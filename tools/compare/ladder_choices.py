@@ -61,7 +61,9 @@ def choices(
         cells.append([f"last positions of a text{measured}", *_best(positions, error)])
     cells += _by_source(here)
     note = "Loss in nats per token. "
-    if math.isnan(error):
+    if not cells:
+        note = f"A choice needs at least two mixers with a complete run of {rung}."
+    elif math.isnan(error):
         note += "No rung has several seeds, so the noise of a difference is unknown."
     else:
         note += (

@@ -47,6 +47,7 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
     alone = choices("m", large, runs, {}, {})
     assert alone.rows[0] == ["lowest loss", "C", "-", "3.9900", "A", "+0.0100"]
     assert "the noise of a difference is unknown" in alone.note
+    assert choices("m", large[:1], runs, {}, {}).note == "A choice needs at least two mixers with a complete run of m."
 
 
 def test_noise_of_a_run_comes_from_its_own_size_or_from_the_predictions() -> None:
