@@ -82,9 +82,10 @@ def check_yarn(options: Any) -> None:
 def check_pairs(rotary_pct: float, head_dim: int) -> None:
     """Raise ValueError for a fraction above 0 of a head's channels that has no pair of channels to rotate."""
     if 0 < rotary_pct * head_dim < 2:
+        fractions = f"at least 2 / {head_dim}, or " if head_dim > 1 else ""
         raise ValueError(
-            f"model.mixer_options.attention.rotary_pct = {rotary_pct} rotates no pair of the {head_dim} channels of a head: at "
-            f"least 2 / {head_dim} is allowed, or 0 for no positions"
+            f"model.mixer_options.attention.rotary_pct = {rotary_pct} rotates no pair of the {head_dim} channels of a head: "
+            f"allowed is {fractions}0 for no rotary positions"
         )
 
 

@@ -102,5 +102,12 @@ def test_file_imports_without_torch():
 
 
 def test_one_is_enough():
-    config = ModelConfig(1, 1, 1, 1, mixers=("attention",), intermediate_size=1, positions="learned", max_positions=1)
-    assert config.mlp_width == 1
+    def config(**options: float) -> ModelConfig:
+        return ModelConfig(
+            1, 1, 1, 1, mixers=("attention",), intermediate_size=1, positions="learned", max_positions=1,
+            mixer_options={"attention": options},
+        )  # fmt: skip
+
+    assert config(rotary_pct=0.0).mlp_width == 1
+    with pytest.raises(ValueError, match=r"rotates no pair of the 1 channels of a head: allowed is 0 for no rotary"):
+        config()

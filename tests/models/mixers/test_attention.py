@@ -353,7 +353,10 @@ def test_flops_count_the_window():
         ({"head_dim": 0}, "head_dim = 0: must be at least 1"),
         ({"rotary_base": 1.0}, "rotary_base = 1.0: must be above 1 and finite; 10000 is common"),
         ({"rotary_base": float("inf")}, "rotary_base = inf: must be above 1 and finite"),
-        ({"rotary_pct": 0.4}, "rotary_pct = 0.4 rotates no pair of the 4 channels of a head: at least 2 / 4 is"),
+        (
+            {"rotary_pct": 0.4},
+            "rotary_pct = 0.4 rotates no pair of the 4 channels of a head: allowed is at least 2 / 4, or 0",
+        ),
         ({"window": 0}, "window = 0: must be at least 1; set null to attend to all earlier tokens"),
         ({"window": 8, "causal": False}, "window = 8 with causal = false: set causal = true, or remove window"),
         ({"full_layers": [0]}, r"full_layers = \[0\] needs window: set it, or remove full_layers"),
