@@ -19,6 +19,7 @@ import torch
 
 from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
+from tools.cli.process_status import describe_status
 
 from .report import machine, plot_bars, table, write_csv
 from .timing import timed
@@ -122,8 +123,9 @@ def _launch(config: Path, group: Sequence[LayoutCase], processes: int, steps: in
             result = json.loads(line)
             results[result.pop("name")] = result
             print(line, end="", file=sys.stderr, flush=True)
-    for process in running:
-        process.wait()
+    for rank, process in enumerate(running):
+        if process.wait() < 0:
+            print(f"rank {rank} of {processes}: {describe_status(process.returncode)}", file=sys.stderr)
     return results
 
 

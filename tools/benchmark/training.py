@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from data.progress import ProgressBar
+from tools.cli.process_status import describe_status, signal_name
 
 from .report import plot_bars, plot_lines, table, write_csv
 from .training_models import MODELS_UNDER_TEST, PRECISIONS, PROJECT, PROJECT_CHANGES, project_config
 
 ROOT = Path(__file__).parents[2]
 Shape = tuple[int, int]  # length and batch
+_MACHINE_SECONDS = 300
 
 # Caches of compiled or autotuned kernels: Triton, Inductor, CUDA, torch's extensions, and others.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
@@ -93,10 +95,12 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
         tokens = plan.shapes[0][0] * plan.shapes[0][1]
         task = {"device": plan.device, "dtype": config.precision.dtype, "hidden_size": size["hidden_size"]}
         machine: dict[str, Any] | None = None
-        for line in _messages({**task, "tokens": tokens}, {}, log, time.monotonic() + 300):
-            machine = line.get("machine", machine)
+        status: int | None = None
+        for line in _messages({**task, "tokens": tokens}, {}, log, time.monotonic() + _MACHINE_SECONDS):
+            machine, status = line.get("machine", machine), line.get("ended", status)
         if machine is None:
-            raise ValueError(f"the process that reads this machine's properties failed: see {log.name} for the reason")
+            reason = f"took over {_MACHINE_SECONDS} s" if status is None else describe_status(status)
+            raise ValueError(f"the process that reads this machine's properties failed ({reason}); see {log.name}")
         previous = next((line["machine"] for line in earlier if "machine" in line), None)
         if previous is None:
             _write(file, {"settings": plan.settings()})
@@ -165,7 +169,8 @@ def _measure_model(
             ):
                 empty = line.get("row", {}).get("to first step s", empty)
         while remaining:
-            begun, ended = remaining[0], False
+            begun = remaining[0]
+            status: int | None = None
             for line in _launch({**task, "first_only": False}, remaining, caches, log, end, bar, method):
                 if "begun" in line:
                     begun = line["begun"]["length"], line["begun"]["batch"]
@@ -175,17 +180,21 @@ def _measure_model(
                     empty = None
                     bar.update()
                     yield row
-                ended = "ended" in line
+                status = line.get("ended")
+            ended_by = signal_name(status or 0)
+            if ended_by:
+                bar.write(f"{method} {begun[0]}x{begun[1]}: {describe_status(status or 0)}", file=sys.stderr)
             if remaining and (time.monotonic() >= end or begun in remaining):
                 # After the time limit no other shape is tried. A shape that ended the process is not tried again.
                 over = time.monotonic() >= end
                 for length, batch in list(remaining) if over else [begun]:
                     remaining.remove((length, batch))
-                    error = f"over {plan.limit:.0f} s" if over else f"failed, see {Path(log.name).name}"
+                    failed = f"ended by {ended_by}" if ended_by else "failed"
+                    error = f"over {plan.limit:.0f} s" if over else f"{failed}, see {Path(log.name).name}"
                     bar.update()
                     yield {"method": method, "length": length, "batch": batch, "error": error, "empty cache s": empty}
-            elif remaining and not ended:
-                raise RuntimeError(f"{method}: the process ended without a message; see {log.name} for its output")
+            elif remaining and status != 0:
+                raise RuntimeError(f"{method}: the process ended between two shapes; see {log.name} for its output")
 
 
 def _launch(
@@ -200,7 +209,10 @@ def _launch(
 
 
 def _messages(task: dict[str, Any], caches: dict[str, str], log: Any, end: float) -> Iterator[dict[str, Any]]:
-    """Start a worker, end it at `end`, and yield its lines of JSON. Its other output goes to the log."""
+    """Start a worker, end it at `end`, and yield its lines of JSON. Its other output goes to the log.
+
+    The last line is {"ended": exit status}, unless the worker was ended at `end`.
+    """
     log.write(f"\n== {json.dumps(task)}\n")
     log.flush()
     worker = subprocess.Popen(
@@ -214,12 +226,18 @@ def _messages(task: dict[str, Any], caches: dict[str, str], log: Any, end: float
     )
     assert worker.stdout is not None
 
+    timed_out = threading.Event()
+
+    def time_is_up() -> None:
+        timed_out.set()
+        stop()
+
     def stop() -> None:
         # End the whole session: Triton and Inductor compile in child processes.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
 
-    timer = threading.Timer(max(0.0, end - time.monotonic()), stop)
+    timer = threading.Timer(max(0.0, end - time.monotonic()), time_is_up)
     timer.start()
     try:
         for line in worker.stdout:
@@ -227,8 +245,11 @@ def _messages(task: dict[str, Any], caches: dict[str, str], log: Any, end: float
                 yield json.loads(line)
             else:
                 log.write(line)
-        if worker.wait() == 0:
-            yield {"ended": True}
+        status = worker.wait()
+        if not timed_out.is_set():
+            log.write(f"{describe_status(status)}\n" if status else "")
+            log.flush()
+            yield {"ended": status}
     finally:
         timer.cancel()
         stop()

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from data.atomic_io import write_text
 from data.progress import ProgressBar
 from megatron_lite.metrics.logger import FILE_NAME
+from tools.cli.process_status import describe_status
 from tools.compare.spec import Run, differing_keys
 
 _ROOT = Path(__file__).parents[2]
@@ -269,4 +270,4 @@ def _show(bar: ProgressBar, runs: Sequence[Run], waiting: Callable[[], int]) -> 
 def _end_of_log(run: Run, status: int) -> str:
     log = run.folder / "train.log"
     text = log.read_text(encoding="utf-8", errors="replace").rstrip() if log.is_file() else ""
-    return "\n".join([*text.splitlines()[-8:], f"exit status {status}; the whole log: {log}"])
+    return "\n".join([*text.splitlines()[-8:], f"{describe_status(status)}; the whole log: {log}"])

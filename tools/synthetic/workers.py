@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tools.cli.process_status import describe_status
+
 from .experiment import Run
 from .results import Line, Results, result_line
 from .run_checkpoint import TimeUpError, remove_checkpoints
@@ -160,7 +162,7 @@ def train_groups(
                 try:
                     message = connection.recv()
                 except EOFError:
-                    message = ("failed", f"its worker process ended with status {_status(workers[connection])}")
+                    message = ("failed", f"its worker process: {_status(workers[connection])}")
                     del workers[connection]
                 if receive(group, reported, message):
                     del busy[connection]
@@ -336,6 +338,6 @@ def _work(
         trainer.train(group, send)
 
 
-def _status(process: Any) -> Any:
+def _status(process: Any) -> str:
     process.join(timeout=10)
-    return process.exitcode
+    return "no exit status" if process.exitcode is None else describe_status(process.exitcode)

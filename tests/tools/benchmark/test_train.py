@@ -391,3 +391,36 @@ def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 def _children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
+
+
+class _Bar:
+    """Keep the lines that are written above a progress bar."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def update(self, _: int = 1) -> None: ...
+
+    def set_postfix_str(self, _: str) -> None: ...
+
+    def write(self, text: str, file: object = None) -> None:
+        self.lines.append(text)
+
+
+def test_killed_worker_names_signal_and_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a worker that begins a shape and is then ended as the kernel ends it when host memory is short."""
+    begun = json.dumps({"begun": {"length": 16, "batch": 2}})
+    code = f"import os, signal; print({begun!r}, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        training.subprocess, "Popen", lambda words, **settings: popen([words[0], "-c", code], **settings)
+    )
+    plan = SimpleNamespace(shapes=((16, 2),), limit=60.0, cold=False)
+    task = {"subject": "metalion", "settings": {"precision": "bf16"}}
+    bar = _Bar()
+    with (tmp_path / "train.log").open("w+", encoding="utf-8") as log:
+        (row,) = training._measure_model(task, plan, [], bar, log)  # type: ignore[arg-type]
+    assert row["error"] == "ended by SIGKILL, see train.log"
+    reason = "killed by SIGKILL: most likely the machine had no free host memory"
+    assert bar.lines[0].startswith(f"metalion 16x2: {reason}")
+    assert f"\n{reason}" in (tmp_path / "train.log").read_text(encoding="utf-8")

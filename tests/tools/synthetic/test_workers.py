@@ -185,7 +185,7 @@ def test_a_failed_group_is_reported_and_the_others_continue(runs: Runs, tmp_path
     assert list(results.lines) == [good.id]
     deadly = replace(good, network={**good.network, "mlp": _EndsTheProcess()})
     failed, _ = train([Group((run,), (run,)) for run in (deadly, also_good)], results, ["cpu", "cpu"])
-    assert failed == ["8x2 metala d=16 lr 0.005: its worker process ended with status 9"]
+    assert failed == ["8x2 metala d=16 lr 0.005: its worker process: exit status 9"]
     assert list(results.lines) == [good.id, also_good.id]
 
 
