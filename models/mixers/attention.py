@@ -136,15 +136,19 @@ class Attention(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: AttentionOptions) -> None:
-        """Raise ValueError for wrong kv heads, for a rotary_pct below one pair of channels, or a layer without attention."""
+        """Raise ValueError for wrong kv heads, a rotary_pct below one pair of channels, or exceptions of no or every layer."""
         if options.num_kv_heads is not None:
             require_divisor(f"{_KEY}.num_kv_heads", options.num_kv_heads, "model.num_heads", config.num_heads)
         check_pairs(options.rotary_pct, options.head_dim or config.hidden_size // config.num_heads)
         layers = [i for i in range(config.num_layers) if config.mixer_of(i) == "attention"]
-        for key in ("nope_layers", "full_layers"):
-            for layer in getattr(options, key):
-                if layer not in layers:
-                    raise ValueError(f"{_KEY}.{key}: layer {layer} has no attention; allowed are {layers}")
+        for key, rule in (("nope_layers", "yarn_factor"), ("full_layers", "window")):
+            exempt, value = getattr(options, key), getattr(options, rule)
+            if others := [layer for layer in exempt if layer not in layers]:
+                raise ValueError(f"{_KEY}.{key}: layer {others[0]} has no attention; allowed are {layers}")
+            if value is not None and layers and len(set(exempt)) == len(layers):
+                raise ValueError(
+                    f"{_KEY}.{rule} = {value}: {key} exempts every layer; remove {rule}, or layers of {key}"
+                )
 
     @staticmethod
     def sharded_sizes(config: ModelShape, options: AttentionOptions) -> dict[str, int]:

@@ -381,6 +381,11 @@ def test_flops_count_the_window():
         ({"yarn_attention_factor": 0.0}, "yarn_attention_factor = 0.0: must be greater than 0"),
         ({"nope_layers": [1]}, r"nope_layers: layer 1 has no attention; allowed are \[0\]"),
         ({"window": 2, "full_layers": [2]}, r"full_layers: layer 2 has no attention; allowed are \[0\]"),
+        (
+            {"yarn_factor": 2.0, "yarn_original_length": 8, "nope_layers": [0]},
+            "yarn_factor = 2.0: nope_layers exempts every layer; remove yarn_factor, or layers of nope_layers",
+        ),
+        ({"window": 2, "full_layers": [0]}, "window = 2: full_layers exempts every layer; remove window, or layers of"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
