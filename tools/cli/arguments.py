@@ -174,12 +174,23 @@ def words(text: str) -> list[str]:
 
 
 def numbers(text: str) -> list[int]:
-    """Split "1,2" into a list of whole numbers >= 0."""
-    return [from_zero(word) for word in words(text)]
+    """Split "1,2" into a list of whole numbers >= 0. Raises ArgumentTypeError for other text, as do the functions below."""
+    return _numbers(text, from_zero, "0,1")
+
+
+def positive_numbers(text: str) -> list[int]:
+    """Split "1,2" into a list of whole numbers >= 1."""
+    return _numbers(text, positive, "1024,2048")
+
+
+def _numbers(text: str, parse: Callable[[str], int], example: str) -> list[int]:
+    if not (parts := words(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} holds no number: give some, such as {example}")
+    return [parse(word) for word in parts]
 
 
 def positive(text: str) -> int:
-    """Parse a whole number >= 1. Raises ArgumentTypeError for other text, as do the functions below."""
+    """Parse a whole number >= 1."""
     return _number(text, int, "a whole number, 1 or more,", lambda value: value >= 1)
 
 

@@ -78,12 +78,6 @@ def validation_text(loaded: LoadedModel, tokens: int) -> str:
     return "\n".join(parts)
 
 
-def check_lengths(lengths: Sequence[int]) -> None:
-    """Raise ValueError for lengths below 1."""
-    if min(lengths) < 1:
-        raise ValueError(f"--lengths {min(lengths)}: tokens of a text, 1 or more, are allowed")
-
-
 def refuse_masked(located: LocatedCheckpoint | None) -> None:
     """Raise ValueError for a masked model, which continues no text."""
     if located is not None and located.model.bidirectional_mixers():

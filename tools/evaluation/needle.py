@@ -20,7 +20,6 @@ import numpy as np
 from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_cells, write_cells
 from tools.evaluation.haystack import (
     Filler,
-    check_lengths,
     position_limit,
     read_filler,
     refuse_masked,
@@ -60,7 +59,6 @@ def check_needle(request: NeedleRequest, *, huggingface: bool) -> None:
     if any(not 0 <= depth <= 100 for depth in request.depths):
         depths = ",".join(f"{depth:g}" for depth in sorted(set(request.depths)))
         raise ValueError(f"--depths {depths}: percent of the filler, from 0 to 100")
-    check_lengths(request.lengths)
     if request.filler is None and huggingface:
         raise ValueError("a Hugging Face model has no validation text: name the filler with --filler FILE")
 

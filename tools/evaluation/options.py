@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.cli.arguments import command_line, from_zero, numbers, positive, words
+from tools.cli.arguments import command_line, from_zero, numbers, positive, positive_numbers, words
 from tools.evaluation.request import SEEDS
 
 
@@ -116,7 +116,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
     needle = parser.add_argument_group("needle in a haystack (--suite needle) and RULER (--suite ruler)")
     needle.add_argument(
         "--lengths",
-        type=numbers,
+        type=positive_numbers,
         metavar="N,N",
         help="tokens of a text, also as N N (default 2048,4096,8192,16384; RULER also 1024)",
     )

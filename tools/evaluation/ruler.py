@@ -21,7 +21,6 @@ from data.synthetic.ruler_text import prose
 from models.options import nearest_names
 from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_cells, write_cells
 from tools.evaluation.haystack import (
-    check_lengths,
     note_untrained,
     position_limit,
     read_filler,
@@ -50,7 +49,7 @@ class Text:
 
 
 def check_ruler(request: RulerRequest) -> None:
-    """Raise ValueError for unknown tasks, a selection without a task, and lengths and seeds that are not allowed."""
+    """Raise ValueError for unknown tasks, a selection without a task, and seeds below 0."""
     for name in request.tasks:
         if name not in TASKS:
             raise ValueError(
@@ -59,7 +58,6 @@ def check_ruler(request: RulerRequest) -> None:
             )
     if not task_names(request):
         raise ValueError(f"--without leaves no task of RULER: allowed are some of {', '.join(TASKS)}")
-    check_lengths(request.lengths)
     if request.seed < 0:
         raise ValueError(
             f"--seed {request.seed}: seeds from 0 are allowed; tools.retrieval_text trains on those below 0"

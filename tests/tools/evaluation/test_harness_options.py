@@ -249,6 +249,10 @@ def test_groups_and_tags_list_their_tasks() -> None:
         (["--tasks", "copa", "--seed", "1,2"], "--seed: 1,2: one integer, or four"),
         (["--tasks", "copa", "--fewshot-as-multiturn"], "--fewshot-as-multiturn needs --apply-chat-template"),
         (["--tasks", "copa", "--include-path", "nowhere"], "--include-path nowhere: it is no folder"),
+        (["--suite", "ruler", "--lengths", "abc"], "--lengths: abc: a whole number, 1 or more, is allowed"),
+        (["--suite", "needle", "--lengths", "0", "256"], "--lengths: 0: a whole number, 1 or more, is allowed"),
+        (["--suite", "ruler", "--lengths", ","], "--lengths: ',' holds no number: give some, such as 1024,2048"),
+        (["--suite", "needle", "--depths", ""], "--depths: '' holds no number: give some, such as 0,1"),
     ],
 )
 def test_wrong_options_are_refused(words: list[str], message: str, trained_run: Path, capsys) -> None:

@@ -236,7 +236,6 @@ def test_refused_requests(trained_run: Path, masked_run: Path, tmp_path: Path, c
         return capsys.readouterr().err
 
     assert "percent of the filler" in refusal(trained_run, *WORDS, "--depths", "0,101")
-    assert "--lengths 0: tokens of a text, 1 or more" in refusal(trained_run, *WORDS, "--lengths", "0,256")
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"text\n\xff\xfe")
     assert f"--filler {binary}: no UTF-8 at byte 5" in refusal(trained_run, *WORDS, "--filler", binary)
