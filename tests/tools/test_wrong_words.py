@@ -43,7 +43,10 @@ CASES = {
         ("NONE", "does not exist .*: a run folder, .* is needed"),
         ("BROKEN", r"weights-00000\.safetensors is corrupted"),
         ("DAMAGED", r"manifest\.json is damaged: its SHA-256 is not the one in .*; name another step folder"),
-        ("RUN --suite nosuch", "there is no suite 'nosuch'; allowed are commonsense, superglue"),
+        (
+            "RUN --suite nosuch",
+            r"no suite 'nosuch' \(a .* also allowed\); allowed are commonsense, needle, ruler, superglue\n",
+        ),
         ("RUN --data NONE", "nothing does not exist"),
         ("RUN --data TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
         ("RUN --dtype int8", "dtype = 'int8': allowed are auto, fp32"),

@@ -53,8 +53,8 @@ def check_ruler(request: RulerRequest) -> None:
     for name in request.tasks:
         if name not in TASKS:
             raise ValueError(
-                f"--tasks {name}: there is no such task of RULER; {nearest_names(name, TASKS)}. Evaluate other tasks in a "
-                "command without --suite ruler"
+                f"--tasks {name}: there is no such task of RULER (evaluate other tasks without --suite ruler); "
+                f"{nearest_names(name, TASKS)}"
             )
     if not task_names(request):
         raise ValueError(f"--without leaves no task of RULER: allowed are some of {', '.join(TASKS)}")

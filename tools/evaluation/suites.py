@@ -11,6 +11,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from models.options import nearest_names
+from tools.evaluation.request import NEEDLE, RULER
 
 FOLDER = Path(__file__).parents[2] / "configs" / "eval"
 
@@ -83,9 +84,13 @@ def read_suite(name: str) -> Suite:
 
     Raises UnknownNameError, or ValueError for a file that is no suite, naming the key.
     """
-    path = Path(name) if name.endswith((".yml", ".yaml")) else FOLDER / f"{name}.yml"
+    is_file = name.endswith((".yml", ".yaml"))
+    path = Path(name) if is_file else FOLDER / f"{name}.yml"
     if not path.is_file():
-        raise UnknownNameError(f"there is no suite {name!r}; {nearest_names(name, suite_names())}, or give a .yml file")
+        if is_file:
+            raise UnknownNameError(f"the suite {name} does not exist; give the path of a .yml file")
+        known = nearest_names(name, [*suite_names(), NEEDLE, RULER])
+        raise UnknownNameError(f"there is no suite {name!r} (a .yml file of your own is also allowed); {known}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

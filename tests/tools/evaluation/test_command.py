@@ -285,7 +285,9 @@ def test_too_large_tokenizer_is_refused(bpe, eval_data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite", "superglu"], "there is no suite 'superglu'; did you mean superglue"),
+        (["--suite", "superglu"], r"there is no suite 'superglu' \(a .yml file .*\); did you mean superglue\?\n"),
+        (["--suite", "nedle"], r"there is no suite 'nedle' .*; did you mean needle\?\n"),
+        (["--suite", "own.yml"], r"the suite own.yml does not exist; give the path of a .yml file"),
         (
             ["--tasks", "copa", "--data-dir", "{tmp}"],
             r"copa: the data folder lacks its file, .*super_glue/copa/validation",

@@ -131,8 +131,12 @@ def test_refused_requests(trained_run: Path, masked_run: Path, tmp_path: Path, m
         return capsys.readouterr().err
 
     run = (trained_run, *WORDS)
-    assert "--tasks piqa: there is no such task of RULER; allowed are" in refusal(*run, "--tasks", "piqa")
-    assert "did you mean niah_single_1" in refusal(*run, "--tasks", "niah_singel_1")
+    assert (
+        "--tasks piqa: there is no such task of RULER (evaluate other tasks without --suite ruler); allowed are"
+        in refusal(*run, "--tasks", "piqa")
+    )
+    close = "did you mean niah_single_3 or niah_single_2 or niah_single_1?\n"
+    assert refusal(*run, "--tasks", "niah_single").endswith(f"(evaluate other tasks without --suite ruler); {close}")
     assert "--without leaves no task of RULER" in refusal(*run, "--tasks", "vt", "--without", "vt")
     short = refusal(*run, "--lengths", "100", "600")
     assert "length 100: the shortest example of niah_single_1 takes" in short
