@@ -65,6 +65,11 @@ again. Outputs of other input or settings are replaced only with --overwrite. Th
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if options.shingle_words and options.near_duplicates is None:
+        raise ValueError(
+            f"--shingle-words {options.shingle_words} has no effect without --near-duplicates: add --near-duplicates SHARE, "
+            "such as 0.8, or leave --shingle-words out"
+        )
     settings = PreprocessingSettings(
         tokenizer_type=TOKENIZER_TYPES[options.tokenizer_type],
         tokenizer_path=options.vocab_file,
@@ -82,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             languages=tuple(sorted(set(options.languages))),
             near_duplicates=options.near_duplicates,
             exclude_sources=tuple(sorted(set(options.exclude_sources))),
-            shingle_words=options.shingle_words if options.near_duplicates else Filters.shingle_words,
+            shingle_words=options.shingle_words or Filters.shingle_words,
         ),
     )
     licences = _licences(options.data_card) if options.data_card else {}
@@ -190,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         help="skip documents whose word n-grams have this Jaccard similarity (0.3 to 0.98, usually 0.8) with those of an "
         "earlier one: MinHash and locality-sensitive hashing",
     )
-    add("--shingle-words", type=positive, default=5, metavar="N", help="words per n-gram of --near-duplicates (5)")
+    add("--shingle-words", type=positive, metavar="N", help="words per n-gram of --near-duplicates (5)")
     add(
         "--quality", action="store_true", help="skip documents that break Gopher's rules for English prose (2112.11446)"
     )

@@ -9,7 +9,6 @@ import pytest
 from data.corpus.discovery import source_files
 from data.corpus.ngrams import ngram_hashes
 from data.corpus.readers import Document
-from data.indexed import IndexedTokens
 from data.manifest import read_manifest
 from data.preprocessing import filters as module
 from data.preprocessing.encode import PreprocessingSettings
@@ -168,6 +167,10 @@ def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
     [
         (["--near-duplicates", "1"], "near-duplicate threshold 1.0 must be from 0.3 to 0.98"),
         (["--languages", "english"], "language english is unknown; allowed: ace, "),
+        (
+            ["--shingle-words", "5"],
+            "--shingle-words 5 has no effect without --near-duplicates: add --near-duplicates SHARE",
+        ),
     ],
 )
 def test_filters_refuse_other_values(tmp_path, inline, capsys, words, message):
@@ -175,12 +178,3 @@ def test_filters_refuse_other_values(tmp_path, inline, capsys, words, message):
     common = ["--input", str(path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
     assert main([*common, *words]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_shingle_size_without_near_duplicate_removal_makes_no_other_output(tmp_path, inline, capsys):
-    path = write(tmp_path / "x.jsonl", [{"text": "a"}])
-    words = ["--input", str(path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
-    assert main(words) == 0
-    assert main([*words, "--shingle-words", "13"]) == 0
-    assert "complete: written before" in capsys.readouterr().out
-    assert IndexedTokens(tmp_path / "out_text_document").num_documents == 1
