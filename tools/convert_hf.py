@@ -88,7 +88,10 @@ def _import(options: argparse.Namespace) -> int:
         tokens = rows_of(text, done.tokenizer, done.model)
     else:
         if done.model.image_size is None:
-            print("the folder has no tokenizer: set data.tokenizer before training")
+            print(
+                "the folder has no tokenizer: set data.tokenizer before training. To generate or evaluate, copy the model's "
+                "tokenizer into it and import it again with --overwrite"
+            )
         tokens, name = rows_without_tokenizer(done.model)
     trust = options.trust_remote_code
     theirs, origin = original_logits(options.folder, done.kind, done.model, tokens, trust_remote_code=trust)

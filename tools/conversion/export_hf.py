@@ -34,8 +34,7 @@ from tools.conversion.model_card import model_card
 from tools.conversion.tokenizer import export_tokenizer, tokenizer_at
 from tools.loading.image_data import CLASSES
 from tools.loading.model import check_shapes, model_config, run_folder
-from tools.loading.token_data import data_config
-from tools.loading.tokenizer import read_tokenizer, save_tokenizer, saved_tokenizer
+from tools.loading.tokenizer import has_tokenizer, read_tokenizer, save_tokenizer
 
 # Folder of an export with the run's configuration and tokenizer, which an import needs for further training.
 TRAINING_FOLDER = "training"
@@ -155,9 +154,7 @@ def export(
 
 def _tokenizer(run: Path, config: dict[str, Any], checkpoint: Path) -> Tokenizer | None:
     manifest = read_manifest(checkpoint)
-    # A byte tokenizer without a record in the run or checkpoint is the placeholder of an import without tokenizer.
-    known = saved_tokenizer(run) is not None or manifest["state"].get("tokenizer") is not None
-    return read_tokenizer(run, config, manifest) if known or data_config(config).tokenizer.type != "bytes" else None
+    return read_tokenizer(run, config, manifest) if has_tokenizer(run, config, manifest) else None
 
 
 def check_target(folder: Path, overwrite: bool) -> None:

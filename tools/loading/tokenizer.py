@@ -40,13 +40,19 @@ def read_tokenizer(run: Path, config: dict[str, Any], manifest: Mapping[str, Any
     manifest: of the checkpoint. It holds the hash of its tokenizer; manifests of earlier versions do not.
 
     Raises:
-        FileNotFoundError: neither exists. A tokenizer that is trained again would give other ids.
+        FileNotFoundError: neither exists, or the run was imported without a tokenizer. A tokenizer that is trained again
+            would give other ids.
         ValueError: the weights were trained with another tokenizer.
     """
     folder = run / "tokenizer"
     tokenizer = saved_tokenizer(run)
     if tokenizer is None:
         data = data_config(config)
+        if not has_tokenizer(run, config, manifest):
+            raise FileNotFoundError(
+                f"{run} was imported without a tokenizer, and text needs one: copy the model's tokenizer.json, tokenizer.model "
+                "or vocab.txt into the imported folder, and import it again with --overwrite"
+            )
         if data.tokenizer.type != "bytes" and data.tokenizer.path is None:
             raise FileNotFoundError(
                 f"{folder} is missing: it holds the tokenizer that the run trained. Copy it from where the run was made, "
@@ -60,6 +66,12 @@ def read_tokenizer(run: Path, config: dict[str, Any], manifest: Mapping[str, Any
             f"{tokenizer.hash}, not {expected}. Copy {folder} from where the run was made"
         )
     return tokenizer
+
+
+def has_tokenizer(run: Path, config: dict[str, Any], manifest: Mapping[str, Any]) -> bool:
+    """Return whether a run has a tokenizer. An import without one names bytes, and neither run nor manifest records them."""
+    recorded = saved_tokenizer(run) is not None or manifest["state"].get("tokenizer") is not None
+    return recorded or data_config(config).tokenizer.type != "bytes"
 
 
 def check_same_tokenizer(tokenizer: Tokenizer, run: Path, manifest: Mapping[str, Any]) -> None:

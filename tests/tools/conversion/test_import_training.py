@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train
+from data.tokenizer import load_tokenizer
 from data.train_sentencepiece import train_sentencepiece
 from megatron_lite.checkpoint.reader import read_weights
 from megatron_lite.config.loader import load_config
@@ -19,6 +20,7 @@ from tests.tools.conversion.test_import import error_of, tiny_llama, translated
 from tools.conversion.logit_parity import load_export
 from tools.convert_hf import main
 from tools.loading.model import load_model
+from tools.loading.tokenizer import save_tokenizer
 
 
 def test_import_writes_a_configuration_for_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +46,13 @@ def test_import_writes_a_configuration_for_training(tmp_path: Path, capsys: pyte
     assert "over the tolerance of 1e-12" in captured.err
     assert "train.py" not in captured.out
     assert "type: bytes" in (tmp_path / "bare" / "config.yml").read_text()
+    # The placeholder is no tokenizer of the model: text in bytes would have wrong ids.
+    with pytest.raises(
+        FileNotFoundError, match=r"bare was imported without a tokenizer.* import it again with --overwrite"
+    ):
+        load_model(tmp_path / "bare")
+    save_tokenizer(load_tokenizer("bytes"), tmp_path / "bare")  # as the start of a training in bytes
+    assert load_model(tmp_path / "bare").tokenizer.type == "bytes"
 
 
 def test_rotary_settings_of_earlier_transformers_are_read() -> None:
