@@ -32,7 +32,10 @@ from megatron_lite.validation import ValidationSet, due_measurements, evaluate
 
 ModelT = TypeVar("ModelT")
 
-_LONG = 3.0  # times `run.watchdog_minutes`, for the first step, which compiles, and for suites
+_LONG = (
+    3.0  # times `run.watchdog_minutes` and `run.timeout_minutes`, for the first step, which compiles, and for suites
+)
+_FIRST_STEP_MINUTES = 30.0  # least timeout of collectives in the first step
 
 
 class Steps(Protocol):
@@ -166,6 +169,7 @@ class Trainer(Generic[ModelT]):
             self._signal, self._watchdog = signal, watchdog
             first, last = state.step, state.step >= config.schedule.train_steps
             stopped = not last and not self._evaluate_due()
+            set_collective_timeout(60 * max(_FIRST_STEP_MINUTES, _LONG * config.run.timeout_minutes))
             watchdog.kick(_LONG)
             while not stopped and not last:
                 self._step(steps)
@@ -329,6 +333,8 @@ class Trainer(Generic[ModelT]):
             return True
         if self._stop_between_batches():
             return False
+        # Longer than the watchdog's time, so that a hang prints its stacks before it ends the run.
+        set_collective_timeout(60 * _LONG * self.config.run.timeout_minutes)
         self._watchdog.kick(_LONG)
         begin = time.perf_counter()
         kind, values = "evaluation", dict[str, float | str]()
@@ -340,6 +346,7 @@ class Trainer(Generic[ModelT]):
             if self.engine.grid.is_main:
                 warnings.warn(f"evaluation.suites at step {self.state.step} failed: {error}", stacklevel=2)
         self._log(values | {"tokens": self.state.consumed_tokens, "seconds": time.perf_counter() - begin}, kind)
+        set_collective_timeout(60 * self.config.run.timeout_minutes)
         self._watchdog.kick()
         return True
 

@@ -151,10 +151,11 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
         text = f"= {config.run.spike_factor} would skip ordinary steps: 0 (off) or a number above 1 is allowed"
         yield Problem(("run", "spike_factor"), text)
     run, ranks = config.run, config.batch.data_ranks * config.parallel.model_ranks
-    if ranks > 1 and run.watchdog_minutes >= run.timeout_minutes:
+    limit, key = min((getattr(run, key), key) for key in ("timeout_minutes", "save_timeout_minutes"))
+    if ranks > 1 and run.watchdog_minutes >= limit:
         text = (
-            f"= {run.watchdog_minutes:g} of {ranks} processes: run.timeout_minutes = {run.timeout_minutes:g} ends the run before "
-            f"any stack is printed: less than {run.timeout_minutes:g}, or 0 (off), is allowed, or raise run.timeout_minutes"
+            f"= {run.watchdog_minutes:g} of {ranks} processes: run.{key} = {limit:g} ends the run before any stack is printed: "
+            f"less than {limit:g}, or 0 (off), is allowed, or raise run.{key}"
         )
         yield Problem(("run", "watchdog_minutes"), text)
     yield from itertools.starmap(Problem, itertools.chain(data_problems(config), fp8_problems(config)))

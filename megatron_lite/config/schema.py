@@ -40,13 +40,14 @@ class RunConfig(Section):
         ge=0,
         description="Print the stacks of all threads when a step, save or validation batch takes longer (minutes). The first "
         "step and suites may take three times as long. If no Python thread runs, stacks are printed after half of "
-        "`heartbeat_seconds`. With several processes less than `timeout_minutes`, after which the run ends. 0: off.",
+        "`heartbeat_seconds`. With several processes less than `timeout_minutes` and `save_timeout_minutes`, after which "
+        "the run ends. 0: off.",
     )
     timeout_minutes: float = Field(
         default=10.0,
         gt=0,
-        description="Timeout of collectives after the first step (minutes). A process that waits longer for the"
-        " others stops the run.",
+        description="Timeout of collectives (minutes). A process that waits longer for the others stops the run. The first step"
+        " and suites may take three times as long, the first step at least 30.",
     )
     save_timeout_minutes: float = Field(
         default=30.0,

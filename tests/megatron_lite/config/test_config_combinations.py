@@ -167,6 +167,8 @@ def test_stacks_are_printed_before_the_timeout_of_several_processes(minutes: flo
         f"run.watchdog_minutes = {minutes:g} of 4 processes: run.timeout_minutes = 10 ends the run before any stack is printed: "
         "less than 10, or 0 (off), is allowed, or raise run.timeout_minutes"
     )
+    (line,) = problems("run.watchdog_minutes=5", "run.save_timeout_minutes=4", ranks=4)
+    assert "run.save_timeout_minutes = 4 ends the run before any stack is printed: less than 4, or 0 (off)" in line
     for allowed, ranks in ((9.5, 4), (0, 4), (minutes, 1)):  # one process has no collective that waits
         load_config([], [*REQUIRED, f"run.watchdog_minutes={allowed}"], model_type=StandIn, world_size=ranks)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import train
+from megatron_lite import trainer
+from megatron_lite.fault_tolerance.guards import Watchdog
 from megatron_lite.metrics.logger import read_metrics
 from tests.cli.conftest import arguments, corpus, run_words
 from tests.parity.launch import train_in_turn
@@ -76,6 +78,26 @@ def test_failure_does_not_stop_the_run(arguments, eval_data, tmp_path, monkeypat
     ]
     assert len(losses(tmp_path / "run")) == 8
     assert not lines(tmp_path / "run", "evaluation")
+
+
+def test_watchdog_acts_before_the_timeout_of_collectives(arguments, eval_data, monkeypatch):
+    """Compare the limit of the watchdog with the timeout of collectives in the first step, in suites and otherwise."""
+    minutes: dict[str, float] = {}
+    limits: list[tuple[float, float]] = []
+    kick = Watchdog.kick
+
+    def recorded(watchdog: Watchdog, times: float = 1.0) -> None:
+        if minutes:  # the first call comes with the start of the watchdog
+            limits.append((times * 50, minutes["timeout"]))
+        kick(watchdog, times)
+
+    monkeypatch.setattr(trainer, "set_collective_timeout", lambda seconds: minutes.update(timeout=seconds / 60))
+    monkeypatch.setattr(Watchdog, "kick", recorded)
+    times = {"run.watchdog_minutes": 50, "run.timeout_minutes": 60, "run.save_timeout_minutes": 70}
+    assert train.main(suite_words(arguments, eval_data, suites="[copa]", **times)) == 0
+    assert set(limits) == {(150, 180), (50, 60)}
+    assert limits[0] == (150, 180), "the first step"
+    assert limits.count((150, 180)) == 3, "the first step and two evaluations"
 
 
 @pytest.mark.parametrize(
