@@ -99,9 +99,8 @@ class ReplicaCheck:
             groups[stage, replica if kind else tensor].append(rank)
         return list(groups.values())
 
-    def _message(
-        self, step: int, tables: Sequence[Sequence[dict[str, int]]], hosts: Sequence[str], limit: int = 8
-    ) -> str:
+    def _message(self, step: int, tables: Sequence[Sequence[dict[str, int]]], hosts: Sequence[str]) -> str:
+        limit = 8
         differing: dict[str, str] = {}
         for kind in (0, 1):
             for ranks in self._replicas(kind):

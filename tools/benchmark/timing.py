@@ -73,7 +73,7 @@ def launched_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> f
     return statistics.median(once() for _ in range(_runs(first, seconds)))
 
 
-def queued_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> float:
+def queued_ms(step: Step, leaves: Sequence[Tensor]) -> float:
     """Return the milliseconds per run of ten runs launched in sequence, the median over several groups of ten."""
 
     def ten() -> float:
@@ -86,10 +86,10 @@ def queued_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> flo
         return (time.perf_counter() - begin) * 100
 
     first = min(ten() for _ in range(2))
-    return statistics.median(ten() for _ in range(max(3, _runs(10 * first, seconds) // 2)))
+    return statistics.median(ten() for _ in range(max(3, _runs(10 * first, 0.2) // 2)))
 
 
-def host_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.5) -> float:
+def host_ms(step: Step, leaves: Sequence[Tensor]) -> float:
     """Return the median milliseconds on a CPU."""
 
     def once() -> float:
@@ -98,7 +98,7 @@ def host_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.5) -> float
         step()
         return (time.perf_counter() - begin) * 1e3
 
-    return statistics.median(once() for _ in range(_runs(once(), seconds)))
+    return statistics.median(once() for _ in range(_runs(once(), 0.5)))
 
 
 def peak_gib(step: Step, leaves: Sequence[Tensor]) -> float:

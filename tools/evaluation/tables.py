@@ -269,8 +269,9 @@ def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, 
     return notes
 
 
-def _listed(words: Sequence[str], most: int = 16) -> str:
-    """Return the words with commas, and the number of those beyond `most`."""
+def _listed(words: Sequence[str]) -> str:
+    """Return the first 16 words with commas, and the number of the others."""
+    most = 16
     rest = len(words) - most
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 

@@ -29,6 +29,7 @@ from tools.pretraining.objective import Objective
 
 # Keys that change no result.
 _FREE = ("checkpoint.resume", "data.cache_directory", "data.images.threads")
+_MOST_CHANGES = 8  # changed values in one message
 
 
 def summary(config: Config[Any], result: FitResult, objective: Objective) -> str:
@@ -189,7 +190,7 @@ def complete_message(config: Config[Any], source: Path, step: int) -> str:
     return "\n".join(lines)
 
 
-def changed_values(config: Config[Any], source: Path, sections: tuple[str, ...] = ("",), limit: int = 8) -> str:
+def changed_values(config: Config[Any], source: Path, sections: tuple[str, ...] = ("",)) -> str:
     """Return "KEY = value of the checkpoint, not requested value; ..." of the first differences; "" without one.
 
     sections: beginnings of the keys that are compared. Options of mixers that a file omits have their defaults.
@@ -202,8 +203,8 @@ def changed_values(config: Config[Any], source: Path, sections: tuple[str, ...] 
         and name not in _FREE
         and json.loads(saved.get(name, requested[name])) != json.loads(requested[name])  # 4 equals 4.0
     ]
-    more = f"; {len(names) - limit} more" if len(names) > limit else ""
-    return "; ".join(f"{name} = {saved[name]}, not {requested[name]}" for name in names[:limit]) + more
+    more = f"; {len(names) - _MOST_CHANGES} more" if len(names) > _MOST_CHANGES else ""
+    return "; ".join(f"{name} = {saved[name]}, not {requested[name]}" for name in names[:_MOST_CHANGES]) + more
 
 
 def _values(config: dict[str, Any]) -> dict[str, str]:

@@ -58,8 +58,8 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(known > 0, (total[high] - total[low]) / np.maximum(known, 1), np.nan)
 
 
-def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = None) -> Path:
-    """Plot the loss of one run against steps, with tokens on the upper axis, to `out` (default `run/loss.png`).
+def plot_loss(run: Path, *, baseline: float | None = None) -> Path:
+    """Plot the loss of one run against steps, with tokens on the upper axis, to `run/loss.png`.
 
     For a masked model a second panel shows the accuracy. baseline: accuracy of the unigram model, drawn as a dotted line.
     Raises FileNotFoundError and ValueError as `read_run`.
@@ -67,7 +67,7 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
     from scipy.interpolate import make_interp_spline
 
     data = read_run(run)
-    out = out or run / "loss.png"
+    out = run / "loss.png"
     masked = any("accuracy" in line for line in data.train)
     with saved_figure(out, 1, 1 + masked, squeeze=False) as (_, panels):
         axes = panels[0, 0]
