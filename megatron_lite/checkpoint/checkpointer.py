@@ -112,5 +112,5 @@ def check_shapes(model: Mapping[str, tuple[int, ...]], manifest: Mapping[str, An
         raise CheckpointError(
             f"{path} has another architecture: {len(differing)} of {len(model)} tensors differ, the first ones "
             + "; ".join(differing[:3])
-            + ". Use the model section of its config.yml, or another run.directory"
+            + ". Use the model section of its config.yml, or another run.name"
         )

@@ -36,6 +36,7 @@ from megatron_lite.checkpoint.checksums import CheckpointError, check_files, fil
 from megatron_lite.checkpoint.manifest_schema import Manifest
 from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.fault_tolerance.finite_check import is_finite
+from megatron_lite.near_folders import near_folders
 from megatron_lite.optim.zero_state import AVERAGE
 from megatron_lite.parallel.sharding_plan import Shard
 
@@ -80,9 +81,7 @@ def resolve(path: Path | str) -> Path:
     if newest := _newest(path):
         return named_by(newest) if newest.name == "latest" else newest
     if not path.exists():
-        near = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())[:5] if path.parent.is_dir() else []
-        beside = f" (beside it: {', '.join(near)})" if near else ""
-        raise CheckpointError(f"{path} does not exist{beside}: {_NEEDED}")
+        raise CheckpointError(f"{path} does not exist{near_folders(path)}: {_NEEDED}")
     raise CheckpointError(f"{path} is not a checkpoint: {_NEEDED}")
 
 

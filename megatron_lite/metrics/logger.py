@@ -25,6 +25,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatron_lite.atomic_io import write_text
+from megatron_lite.near_folders import near_folders
 
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
@@ -153,7 +154,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file}: no metrics there; name the folder of a run (it holds {FILE_NAME}) or the file"
+            f"{file}: no metrics there{near_folders(path)}; name the folder of a run (it holds {FILE_NAME}) or the file"
         )
     return [_with_nan(line) for line in _parse(file)]
 

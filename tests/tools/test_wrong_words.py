@@ -166,7 +166,7 @@ CASES = {
         ("CONFIG model.nosuch=1", "model.nosuch is an unknown key; allowed in model are"),
     ],
     "tools.plot": [
-        ("NONE", "no metrics there; name the folder of a run"),
+        ("NONE", "no metrics there .*; name the folder of a run"),
         ("RUN --html -o OUT/page.png", r"--out .*page\.png: the name of a page must end in \.html"),
         ("RUN --html -o FILE/page.html", r"--out .*page\.html: cannot be written \(Not a directory"),
         ("RUN -o OUT/plot.nosuch", r"--out .*plot\.nosuch: the name must end in an image format, such as \.png"),

@@ -195,7 +195,14 @@ def parse_evaluation(arguments: Sequence[str]) -> argparse.Namespace:
         joined.append(word)
     if joined[-1:] == ["--samples"]:
         joined[-1] = "--log-samples"
-    return evaluation_parser().parse_args(joined)
+    parser = evaluation_parser()
+    unknown = parser.parse_known_args(joined)[1]
+    if unknown and not any(word.startswith("-") for word in unknown):
+        parser.error(
+            f"{' '.join(unknown)}: one checkpoint is allowed; separate the names after --suite, --tasks and --without by commas, "
+            "as --tasks piqa,boolq"
+        )
+    return parser.parse_args(joined)
 
 
 def _both(option: str) -> tuple[str, str]:

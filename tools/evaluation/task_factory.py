@@ -85,7 +85,8 @@ class LocalDataFactory(TaskFactory):
         try:
             task = super()._build_task(entry, changes)
         except ConnectionError as error:
-            raise ConnectionError(f"{error}. Without the hub the data come from a folder: --data-dir") from error
+            remedy = "Without the hub, give the folder of the data with --data-dir (docs/guide/evaluation.md)"
+            raise ConnectionError(f"{error}. {remedy}") from error
         except Exception as error:  # raised by functions and templates of a task for a wrong value
             if not files:
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from math import comb
 
 import numpy as np
@@ -255,8 +256,14 @@ def test_file_that_is_no_results_is_refused(tmp_path):
         ('{"metalion": {}, "results": {}}', "'metalion.title'"),
     ):
         file.write_text(content)
-        with pytest.raises(ValueError, match=rf"a\.json .*{missing}.*: give a results\.json of python eval\.py MODEL"):
+        with pytest.raises(ValueError, match=rf"a\.json .*{missing}.*: give the file of python eval\.py MODEL"):
             read_results(file)
+    own = tmp_path / "evaluation" / "step_00000060" / "results.json"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    (tmp_path / "results.json").write_text("{}")  # the scores of a run
+    with pytest.raises(ValueError, match=f"has no key 'metalion': give .* such as {re.escape(str(own))}"):
+        read_results(tmp_path)
     file.write_text('{"metalion": {"title": "a", "documents": {}}, "results": {}}')
     assert read_results(file)
     with pytest.raises(ValueError, match="has no key 'versions'"):

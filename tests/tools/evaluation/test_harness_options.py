@@ -249,6 +249,8 @@ def test_groups_and_tags_list_their_tasks() -> None:
         (["--tasks", "copa", "--seed", "1,2"], "--seed: 1,2: one integer, or four"),
         (["--tasks", "copa", "--fewshot-as-multiturn"], "--fewshot-as-multiturn needs --apply-chat-template"),
         (["--tasks", "copa", "--include-path", "nowhere"], "--include-path nowhere: it is no folder"),
+        (["--tasks", "copa", "boolq"], "boolq: one checkpoint is allowed; separate the names after --suite, --tasks"),
+        (["--tasks", "copa", "--limt", "3"], "unrecognized arguments: --limt 3; the nearest option is --limit"),
         (["--suite", "ruler", "--lengths", "abc"], "--lengths: abc: a whole number, 1 or more, is allowed"),
         (["--suite", "needle", "--lengths", "0", "256"], "--lengths: 0: a whole number, 1 or more, is allowed"),
         (["--suite", "ruler", "--lengths", ","], "--lengths: ',' holds no number: give some, such as 1024,2048"),
