@@ -95,7 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--gpus", type=positive, default=4, help="most GPUs; 2, 4, ... are measured (%(default)s)"
             )
             command.add_argument("--steps", type=positive, default=4, help="timed steps per layout (%(default)s)")
-            command.add_argument("--only", default="", metavar="TEXT", help="measure layouts whose name contains TEXT")
+            command.add_argument(
+                "--only", nargs="+", default=[], metavar="NAME", help="measure these layouts: names, or parts of names"
+            )
+            keys = "override configuration keys; with optimizer.name=muon the table also has the time of its update"
+            command.add_argument("override", nargs="*", metavar="key=value", help=keys)
         if name == "train":
             _train_arguments(command)
         if name == "profile":
@@ -177,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mixers.run(options.output, *shape, only=options.only, tuned=not options.no_tuning)
     elif options.command == "layouts":
         limits = options.gpus, options.length, options.batch, options.steps
-        layouts.run(options.output, options.config, *limits, options.only)
+        layouts.run(options.output, options.config, options.override, *limits, options.only)
     elif options.command == "masked":
         shapes = [_shape(word) for word in options.shapes]
         masked.run(options.output, options.size, shapes, options.steps, options.rounds, options.override)

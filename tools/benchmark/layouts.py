@@ -66,22 +66,39 @@ def cases(gpus: int, length: int, micro: int) -> list[LayoutCase]:
     return layouts
 
 
-def run(output: Path, config: Path, gpus: int, length: int, micro: int, steps: int, only: str) -> None:
+def run(
+    output: Path,
+    config: Path,
+    overrides: Sequence[str],
+    gpus: int,
+    length: int,
+    micro: int,
+    steps: int,
+    only: Sequence[str],
+) -> None:
     """Print the table and write layouts.csv and layouts.png.
 
-    only: part of the names of the layouts to measure. Raises ValueError for too few GPUs, and if no layout is measured.
+    only: names of the layouts to measure, or parts of names. Raises ValueError for too few GPUs, for an override of a key that
+    the layouts set, for a name without a layout, and if no layout is measured.
     """
+    if fixed := [word for word in overrides if word.startswith(("parallel.", "batch."))]:
+        raise ValueError(f"{fixed[0]}: each layout has its own `parallel` and `batch`; override keys of other sections")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if available < gpus:
         raise ValueError(f"--gpus {gpus}: this machine has {available} GPUs, and at most that many are allowed")
     known = cases(gpus, length, micro)
-    chosen = [case for case in known if only in case.name]
-    if not chosen:
-        raise ValueError(f"--only {only} is in no name; the layouts are: {'; '.join(case.name for case in known)}")
+    names = [case.name for case in known]
+    wanted: set[str] = set() if only else set(names)
+    for text in only:
+        found = [text] if text in names else [name for name in names if text in name]
+        if not found:
+            raise ValueError(f"--only {text} is in no name; the layouts are: {'; '.join(names)}")
+        wanted.update(found)
+    chosen = [case for case in known if case.name in wanted]
     results: dict[str, dict[str, Any]] = {}
     for count in sorted({case.gpus for case in chosen}):
         group = [case for case in chosen if case.gpus == count]
-        results |= _launch(config, group, count, steps)
+        results |= _launch(config, overrides, group, count, steps)
     rows = []
     for case in chosen:
         result = results.get(case.name)
@@ -92,19 +109,22 @@ def run(output: Path, config: Path, gpus: int, length: int, micro: int, steps: i
         rows.append({"method": case.name, "GPUs": case.gpus, "x 1 GPU": times, **result})
     if not rows:
         raise ValueError("no layout finished: read the output of the processes above for the reason")
-    print(table(rows, f"{config.stem}, bf16, sequence {length}"))
+    title = "".join([config.stem, *(f", {word}" for word in overrides)])
+    print(table(rows, f"{title}, bf16, sequence {length}"))
     write_csv(output / "layouts.csv", rows)
     columns = {"tokens/s": "tokens per second", "GiB per GPU": "peak memory per GPU, GiB"}
-    plot_bars(output / "layouts.png", rows, columns, f"{config.stem} by layout, {machine()}")
+    plot_bars(output / "layouts.png", rows, columns, f"{title} by layout, {machine()}")
 
 
-def _launch(config: Path, group: Sequence[LayoutCase], processes: int, steps: int) -> dict[str, dict[str, Any]]:
+def _launch(
+    config: Path, overrides: Sequence[str], group: Sequence[LayoutCase], processes: int, steps: int
+) -> dict[str, dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = [sys.executable, "-m", "tools.benchmark.layouts", str(config), str(steps)]
-    words.append(json.dumps([asdict(case) for case in group]))
+    words += [json.dumps([asdict(case) for case in group]), *overrides]
     running = [
         subprocess.Popen(
             words,
@@ -129,21 +149,21 @@ def _launch(config: Path, group: Sequence[LayoutCase], processes: int, steps: in
     return results
 
 
-def worker(config_file: str, steps: int, group: Sequence[LayoutCase]) -> None:
+def worker(config_file: str, steps: int, group: Sequence[LayoutCase], overrides: Sequence[str]) -> None:
     """Measure all cases in one process of the group. Rank 0 prints one line of JSON per case."""
     from megatron_lite.parallel.grid import init_grid
 
     for case in group:
         shape = {key: case.parallel.get(key, 1) for key in ("tensor", "pipeline", "context")}
         grid = init_grid("cuda", 10.0, **shape)
-        result = _measure(case, config_file, grid, steps)
+        result = _measure(case, config_file, overrides, grid, steps)
         if grid.is_main:
             print(json.dumps({"name": case.name, **result}), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _measure(case: LayoutCase, config_file: str, grid: Any, steps: int) -> dict[str, Any]:
+def _measure(case: LayoutCase, config_file: str, overrides: Sequence[str], grid: Any, steps: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_lite.config.schema import ParallelConfig
@@ -155,7 +175,7 @@ def _measure(case: LayoutCase, config_file: str, grid: Any, steps: int) -> dict[
         f"batch.gradient_accumulation_steps={case.accumulation}",
         "batch.global_batch_size=null",
     ]
-    config = load_config([config_file], settings, model_type=ModelConfig, world_size=grid.world_size)
+    config = load_config([config_file], [*overrides, *settings], model_type=ModelConfig, world_size=grid.world_size)
     config = config.model_copy(update={"parallel": ParallelConfig(**case.parallel)})
     engine = build_engine(config, grid, "bf16")
     generator = torch.Generator().manual_seed(grid.data_rank)
@@ -171,6 +191,10 @@ def _measure(case: LayoutCase, config_file: str, grid: Any, steps: int) -> dict[
         step, seconds = timed(partial(engine.train_step, batches, lr=1e-5), cuda=True)
         loss = step.loss
         times.append(seconds)
+    update = {}
+    if engine.muon_parameters:
+        rounds = [timed(engine.optimizer_state.compute_muon_update, cuda=True)[1] for _ in range(steps + 1)]
+        update = {"Muon update ms": 1e3 * statistics.median(rounds[1:])}
     memory = torch.tensor([torch.cuda.max_memory_allocated() / 2**30], device=grid.device)
     if grid.world_size > 1:
         dist.all_reduce(memory, dist.ReduceOp.MAX)
@@ -181,11 +205,12 @@ def _measure(case: LayoutCase, config_file: str, grid: Any, steps: int) -> dict[
         "tokens/s": tokens_per_step / median,
         "step s": median,
         "GiB per GPU": memory.item(),
+        **update,
         "loss": loss,
         "first step s": times[0],
     }
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], int(sys.argv[2]), [LayoutCase(**case) for case in json.loads(sys.argv[3])])
+    worker(sys.argv[1], int(sys.argv[2]), [LayoutCase(**case) for case in json.loads(sys.argv[3])], sys.argv[4:])
     os._exit(0)  # a process group with an ended peer would wait for its timeout

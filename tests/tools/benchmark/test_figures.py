@@ -67,23 +67,32 @@ def test_layouts_have_powers_of_two_gpus(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(f"tools.benchmark.{module}.machine", lambda: "a machine")
 
     def launched(
-        _config: Path, group: list[layouts.LayoutCase], count: int, _steps: int
+        _config: Path, overrides: list[str], group: list[layouts.LayoutCase], count: int, _steps: int
     ) -> dict[str, dict[str, float]]:
         assert {case.gpus for case in group} == {count}
+        assert overrides == ["optimizer.name=muon"]
         return {case.name: {"tokens/s": speeds[case.name], "GiB per GPU": 1.0} for case in group if case.name in speeds}
 
     monkeypatch.setattr(layouts, "_launch", launched)
-    layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, 4, "")
+    layouts.run(tmp_path, Path("a.yml"), ["optimizer.name=muon"], 2, 2048, 8, 4, [])
     rows = csv.DictReader((tmp_path / "layouts.csv").open(encoding="utf-8"))
     assert {row["method"]: float(row["x 1 GPU"]) for row in rows} == dict(zip(speeds, (1, 0.5, 1.8, 1.6), strict=True))
+    layouts.run(tmp_path, Path("a.yml"), ["optimizer.name=muon"], 2, 2048, 8, 4, ["1 GPU", "ata 2"])
+    rows = csv.DictReader((tmp_path / "layouts.csv").open(encoding="utf-8"))
+    assert [row["method"] for row in rows] == ["1 GPU", "data 2"]
     with pytest.raises(
         ValueError, match="--only expert is in no name; the layouts are: 1 GPU; 1 GPU, 131072 tokens; data 2"
     ):
-        layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, 4, "expert")
+        layouts.run(tmp_path, Path("a.yml"), [], 2, 2048, 8, 4, ["expert"])
+    with pytest.raises(ValueError, match=r"batch\.micro_batch_size=4: each layout has its own `parallel` and `batch`"):
+        layouts.run(tmp_path, Path("a.yml"), ["batch.micro_batch_size=4"], 2, 2048, 8, 4, [])
 
 
 def test_tokens_of_a_layout_are_counted_per_data_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
+        muon_parameters = ("layers.1.mlp.up_proj.weight",)
+        optimizer_state = SimpleNamespace(compute_muon_update=lambda: now.__setitem__(0, now[0] + next(updates)))
+
         def train_step(self, batches: list[dict[str, torch.Tensor]], lr: float) -> SimpleNamespace:
             assert [batch["tokens"].shape for batch in batches] == [(2, 64)] * 3
             assert all((batch["tokens"][:, 1:] == batch["labels"][:, :-1]).all() for batch in batches)
@@ -93,6 +102,7 @@ def test_tokens_of_a_layout_are_counted_per_data_rank(monkeypatch: pytest.Monkey
         def close(self) -> None: ...
 
     now, seconds = [0.0], iter([9.0, 8.0, 1.0, 3.0, 2.0])  # the first two do not count
+    updates = iter([7.0, 0.5, 0.25, 0.75])  # the first one does not count
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr("tools.loading.engine.build_engine", lambda *_: Engine())
     for name, value in (("synchronize", None), ("max_memory_allocated", 3 << 30), ("reset_peak_memory_stats", None)):
@@ -101,5 +111,6 @@ def test_tokens_of_a_layout_are_counted_per_data_rank(monkeypatch: pytest.Monkey
         monkeypatch.setattr(f"torch.distributed.{name}", lambda *_: None)
     grid = SimpleNamespace(data_rank=0, data_size=2, world_size=4, device=torch.device("cpu"))
     case = layouts.LayoutCase("tensor 2 x data 2", 4, 64, 2, 3, {"tensor": 2})
-    found = layouts._measure(case, "configs/metala_1.4b.yml", grid, 3)
-    assert found == {"tokens/s": 2 * 3 * 64 * 2 / 2, "step s": 2, "GiB per GPU": 3, "loss": 7, "first step s": 9}
+    found = layouts._measure(case, "configs/metala_1.4b.yml", ["optimizer.name=muon"], grid, 3)
+    speeds = {"tokens/s": 2 * 3 * 64 * 2 / 2, "step s": 2, "Muon update ms": 500, "GiB per GPU": 3}
+    assert found == {**speeds, "loss": 7, "first step s": 9}
