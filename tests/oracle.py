@@ -34,6 +34,8 @@ def train(
     fp8: bool = False,
     muon: bool = False,
     per_head: bool = False,
+    momentum: float = 0.95,
+    nesterov: bool = True,
 ) -> list[tuple[float, float]]:
     """Return (loss, gradient norm before clipping) of every step.
 
@@ -42,7 +44,7 @@ def train(
     accuracies: receives per step the share of the loss weight on correctly predicted tokens.
     fp8: in the blocks' projections that allow it.
     muon: the matrices of the blocks' linear layers by Muon, in float64.
-    per_head: with Muon, queries, keys and values head by head.
+    per_head, momentum, nesterov: of Muon; per_head treats queries, keys and values head by head.
     """
     with torch.device(device):
         model = LanguageModel(config, seed=seed)
@@ -84,8 +86,8 @@ def train(
             accuracy += ((logits.argmax(-1) == batch["labels"]) * batch["loss_weight"]).sum().item() / weight
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip else math.inf)
         optimizer.step()
-        for (matrix, heads), momentum in zip(matrices, momenta, strict=True):
-            muon_update(matrix, momentum, rate, weight_decay, heads)
+        for (matrix, heads), average in zip(matrices, momenta, strict=True):
+            muon_update(matrix, average, rate, weight_decay, heads, momentum, nesterov)
         model.zero_grad()
         history.append((loss, norm.item()))
         if accuracies is not None:
@@ -94,12 +96,14 @@ def train(
 
 
 @torch.no_grad()
-def muon_update(matrix: Tensor, momentum: Tensor, lr: float, weight_decay: float, heads: int = 1) -> None:
-    """Update a matrix by Muon with Nesterov momentum, in the form of its authors, and AdamW's root mean square."""
-    gradient, mu = matrix.grad.double(), 0.95
-    momentum.mul_(mu).add_(gradient)
+def muon_update(
+    matrix: Tensor, average: Tensor, lr: float, weight_decay: float, heads: int, mu: float, nesterov: bool
+) -> None:
+    """Update a matrix by Muon in the form of its authors, with AdamW's root mean square. average: its momentum."""
+    gradient = matrix.grad.double()
+    average.mul_(mu).add_(gradient)
     updates = []
-    for direction in (gradient + mu * momentum).chunk(heads):
+    for direction in (gradient + mu * average if nesterov else average).chunk(heads):
         x = direction / direction.norm().clamp_min(1e-30)
         for _ in range(5):
             gram = x @ x.T

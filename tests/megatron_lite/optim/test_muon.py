@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import nan
 from typing import Any
 
@@ -80,18 +81,34 @@ def test_matrices_and_heads_of_every_mixer():
     assert with_heads["kda"] == with_heads["attention"] == "qkv"
 
 
+@pytest.mark.parametrize(
+    ("mixer", "options", "heads"),
+    [
+        ("attention", {"num_kv_heads": 2, "head_dim": 8}, (8, 2, 2)),
+        ("kda", {"num_value_heads": 16}, (8, 8, 16)),
+        ("gated_delta_net", {"num_heads": 2, "num_value_heads": 4, "head_dim": 16, "expand_v": 0.5}, (2, 2, 4)),
+    ],
+)
+def test_queries_keys_and_values_have_their_own_heads(mixer, options, heads):
+    config = model_config((mixer,), num_heads=8, mixer_options={mixer: options})
+    with torch.device("meta"):
+        matrices = matrices_of(build_layer(layer_specs(config)[1], 1, None))
+    assert tuple(matrices[f"mixer.{name}_proj.weight"] for name in "qkv") == heads
+
+
 @pytest.mark.parametrize("mixer", ["metala", "attention"])
 def test_engine_equals_reference(build, mixer):
     config, steps = model_config((mixer,)), batches(4)
     options = {"seed": 11, "lr": 3e-4, "warmup": 0, "total": 10**6, "min_ratio": 1.0}
     losses = [oracle.train(config, steps, **options)[3][0]]  # AdamW's
-    for per_head in (False, True):
-        expected = oracle.train(config, steps, muon=True, per_head=per_head, **options)
-        actual = train(build(config, optimizer=MUON | {"muon": {"per_head": per_head}}), steps)
+    for settings in ({}, {"per_head": True}, {"momentum": 0.5}, {"nesterov": False}):
+        expected = oracle.train(config, steps, muon=True, **settings, **options)
+        actual = train(build(config, optimizer=MUON | {"muon": settings}), steps)
         for found, wanted in zip(actual, expected, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5)
+            assert found == pytest.approx(wanted, rel=1e-6)
         losses.append(actual[3][0])
-    assert max(losses) - min(losses) > 1e-4
+    losses.sort()
+    assert all(second / first - 1 > 2e-6 for first, second in pairwise(losses)), losses
 
 
 def test_orthogonal_factor_of_tall_wide_and_zero_matrices():
