@@ -32,17 +32,15 @@ if TYPE_CHECKING:
 
 
 def fuse_mlp(module: Any, tensor: TensorGroup | None) -> None:
-    """Replace the forward pass of a sharded MLP with `is_swiglu`, unless its projections of the input have biases."""
-    if getattr(module, "is_swiglu", False) and module.gate_proj.bias is None and module.up_proj.bias is None:
+    """Replace the forward pass of a sharded MLP with `is_swiglu`, unless its projections have biases."""
+    if getattr(module, "is_swiglu", False) and module.gate_proj.bias is None:
         module.forward = partial(_forward, module, reduction_group(tensor))
 
 
 def _forward(module: Any, group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
     y = _Fp8MLP.apply(x, group, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
-    down = module.down_proj
-    if not isinstance(down, nn.Linear):  # a row linear of tensor parallelism
-        return down.leave(y)
-    return y if down.bias is None else y + down.bias
+    # A row linear of tensor parallelism ends the parallel region.
+    return y if isinstance(module.down_proj, nn.Linear) else module.down_proj.leave(y)
 
 
 class _Fp8MLP(torch.autograd.Function):

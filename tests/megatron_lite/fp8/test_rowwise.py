@@ -165,6 +165,19 @@ def test_swiglu_mlp_equals_the_emulation():
         assert relative_error(actual, wanted) < 2e-3  # float32 sums move some numbers to the other neighbour
 
 
+def test_swiglu_mlp_keeps_its_biases():
+    """Compare with the three linears one after the other."""
+    mlp = GatedMLP(model_config(hidden_size=32, intermediate_size=48, mlp_bias=True))
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter += draw(*parameter.shape) if parameter.ndim == 2 else 1
+    x = draw(20, 32)
+    gate, up = (fp8_linear(x, linear.weight, linear.bias) for linear in (mlp.gate_proj, mlp.up_proj))
+    expected = fp8_linear(torch.nn.functional.silu(gate) * up, mlp.down_proj.weight, mlp.down_proj.bias)
+    use_fp8(mlp, ("gate_proj", "up_proj", "down_proj"))
+    torch.testing.assert_close(mlp(x), expected)
+
+
 def test_error_of_the_matmuls_is_that_of_three_mantissa_bits():
     """Rounding to e4m3 has a relative error of at most 2^-4, of 0.026 in the mean square; a matmul of two adds both."""
     x, weight, dy = (
