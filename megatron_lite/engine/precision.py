@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.dtypes import DTYPES
+from megatron_lite.fp8.rowwise import ALIGNMENT
 from megatron_lite.parallel.fp8_projections import select_projections
 
 
@@ -69,7 +70,8 @@ def fp8_summary(fp8: Fp8Config, layers: Sequence[nn.Module], ranks: int, dtype: 
     )
     if not selected:
         raise ValueError(
-            f"precision.fp8.recipe = {fp8.recipe}: no projection of this model can run in FP8: {exclusions}. Set recipe=none"
+            f"precision.fp8.recipe = {fp8.recipe}: no projection of this model can run in FP8: {exclusions}. "
+            f"Choose widths per rank that are multiples of {ALIGNMENT}, or set precision.fp8.recipe=none"
         )
     line = f"FP8 ({fp8.recipe}) in {len(covered)} of {len(layers) - 2} blocks: {', '.join(selected)}"
     return f"{line}; in {dtype}: {exclusions}" if exclusions else line
