@@ -67,7 +67,7 @@ NEOX_KEYS: dict[str, Answer] = {
     "checkpoint_activations": _to("parallel.activation_checkpointing.mode", note="true becomes full"),
     "checkpoint_num_layers": _to(note="blocks are recomputed one by one: leave it out"),
     # optimizer and schedule
-    "optimizer.type": _to("optimizer.name", note="Adam becomes adamw"),
+    "optimizer.type": _to("optimizer.name", note="Adam becomes adamw; muon takes AdamW's learning rate"),
     "optimizer.params.lr": _to("optimizer.lr"),
     "optimizer.params.betas": _to("optimizer.betas"),
     "optimizer.params.eps": _to("optimizer.eps"),

@@ -191,7 +191,9 @@ def _init(neox_key: str, key: str) -> Callable[[str, dict[str, Any], Translation
 def _optimizer(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
     name = str(value.get("type", "Adam"))
     if name.lower() not in ("adam", "adamw", "cpu_adam"):
-        raise out.error("optimizer.type", name, "Adam and AdamW have a counterpart here")
+        muon = name.lower() == "muon"
+        hint = ". For Muon, convert with Adam and its learning rate, then set optimizer.name=muon" if muon else ""
+        raise out.error("optimizer.type", name, f"Adam and AdamW have a counterpart here{hint}")
     parameters = value.get("params") or {}
     for key in ("lr", "betas", "eps"):
         out.set(f"optimizer.{key}", parameters.get(key, {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}[key]))

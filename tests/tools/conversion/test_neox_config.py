@@ -356,6 +356,7 @@ def test_only_the_first_validation_set_is_used(tmp_path: Path, capsys: pytest.Ca
         ("zero_optimization: {offload_optimizer: {device: cpu}}", "zero_optimization.offload_optimizer = {'device'"),
         ("zero_optimization: {cpu_offload: true}", "zero_optimization.cpu_offload = True"),
         ("optimizer: {type: OneBitAdam}", "optimizer.type = 'OneBitAdam'"),
+        ("optimizer: {type: Muon}", "For Muon, convert with Adam and its learning rate, then set optimizer.name=muon"),
         ("num-attention-heads: 5", "num-attention-heads (here model.num_heads) = 5 does not divide"),
         ("hidden_dropout: 0.1", "hidden_dropout = 0.1: no counterpart, there is no dropout here; set it to 0"),
         ("train_impl: dpo", "train_impl = 'dpo': no counterpart, the objective must be language modelling"),
