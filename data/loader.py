@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -18,7 +20,10 @@ Item = TypeVar("Item")
 
 
 class Dataset(Protocol):
-    """A sequence of samples; each is a dict of tensors with the same shapes."""
+    """A sequence of samples; each is a dict of tensors with the same shapes.
+
+    A data set may have the method `batch(numbers)`, which returns several samples, stacked.
+    """
 
     def __len__(self) -> int: ...
 
@@ -44,27 +49,45 @@ def batches(
     global_batch_size: samples per step, or a function of the consumed samples (batch size ramp).
     fill_last: also yield the last incomplete batch (validation). Missing samples repeat the last sample with loss_weight 0,
         so every rank takes the same number of steps. Without it, iteration ends with the last complete batch.
-    threads: that read the samples of a micro-batch at the same time; for images, whose decoding releases Python's lock.
+    threads: that read micro-batches at the same time, ahead of the one that is yielded.
 
     Raises ValueError as `check_batch_sizes`.
     """
     total = len(dataset)
-    read: Callable[..., Iterable[dict[str, torch.Tensor]]] = map
-    if threads > 1:
-        read = ThreadPoolExecutor(threads, "samples").map
-    while consumed_samples < total:
-        size = global_batch_size if isinstance(global_batch_size, int) else global_batch_size(consumed_samples)
-        if consumed_samples + size > total and not fill_last:
-            return
-        numbers = step_samples(
-            consumed_samples,
-            global_batch_size=size,
-            micro_batch_size=micro_batch_size,
-            data_rank=data_rank,
-            data_size=data_size,
-        )
-        yield [_stack(list(read(partial(_sample, dataset, total), row.tolist()))) for row in numbers]
-        consumed_samples += size
+
+    def step_numbers() -> Iterator[list[list[int]]]:
+        consumed = consumed_samples
+        while consumed < total:
+            size = global_batch_size if isinstance(global_batch_size, int) else global_batch_size(consumed)
+            if consumed + size > total and not fill_last:
+                return
+            yield step_samples(
+                consumed,
+                global_batch_size=size,
+                micro_batch_size=micro_batch_size,
+                data_rank=data_rank,
+                data_size=data_size,
+            ).tolist()
+            consumed += size
+
+    steps, sizes = itertools.tee(step_numbers())
+    micro_batches = _read_ahead(partial(_micro_batch, dataset, total), itertools.chain.from_iterable(steps), threads)
+    return ([next(micro_batches) for _ in step] for step in sizes)
+
+
+def _read_ahead(
+    read: Callable[[list[int]], MicroBatch], numbers: Iterator[list[int]], threads: int
+) -> Iterator[MicroBatch]:
+    """Yield read(number) of all numbers in their order. With several threads, each of them reads one ahead."""
+    if threads == 1:
+        yield from map(read, numbers)
+        return
+    with ThreadPoolExecutor(threads, "samples") as pool:
+        started = deque(pool.submit(read, one) for one in itertools.islice(numbers, threads))
+        while started:
+            result = started.popleft().result()
+            started.extend(pool.submit(read, one) for one in itertools.islice(numbers, 1))
+            yield result
 
 
 class ReadAhead(Generic[Item]):
@@ -119,6 +142,15 @@ class ReadAhead(Generic[Item]):
             self._ready.put(("end", None))
         except BaseException as error:
             self._ready.put(("error", error))
+
+
+def _micro_batch(dataset: Dataset, total: int, numbers: list[int]) -> MicroBatch:
+    """Return the stacked samples of a micro-batch. Numbers from `total` on repeat the last sample with loss_weight 0."""
+    if (read := getattr(dataset, "batch", None)) is None:
+        return _stack([_sample(dataset, total, number) for number in numbers])
+    batch: MicroBatch = read([min(number, total - 1) for number in numbers])
+    batch["loss_weight"][torch.tensor(numbers) >= total] = 0.0
+    return batch
 
 
 def _sample(dataset: Dataset, total: int, number: int) -> dict[str, torch.Tensor]:

@@ -1,32 +1,39 @@
 """Turn images into the pixels that a model reads, with random changes in training.
 
-Every random choice comes from a generator that the caller passes, so that a sample is the same in every process. The operations
-are those of torchvision's recipes: crop, flip, RandAugment (Cubuk et al. 2020, arXiv 1909.13719), random erasing (Zhong et al.
-2020, arXiv 1708.04896).
+Every random choice is a function of numbers that the caller passes, so that a sample is the same in every process. The operations
+are those of torchvision's recipes: crop, flip, RandAugment (`rand_augment`) and random erasing (Zhong et al. 2020, arXiv
+1708.04896).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor
+
+from .rand_augment import Pixels, rand_augment
+
+Draws = NDArray[np.float64]  # uniform in [0, 1)
 
 _BICUBIC = Image.Resampling.BICUBIC
 _ASPECT = (3 / 4, 4 / 3)
 _ERASED_AREA, _ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)
 _TRIES = 10
+_BOX = 2 * _TRIES + 2  # draws of a random box: area and aspect ratio of each try, top, left
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Settings of the images, as in the section `data.images`; `size` is the height and width of the result, in pixels."""
+    """Settings of the images, as in the section `data.images`; `size` is the height and width of the result, in pixels.
+
+    An image is first read (`read_training`, `read_validation`), then changed in a batch (`training`, `validation`).
+    """
 
     size: int
     crop: str = "none"
@@ -40,55 +47,75 @@ class Augmentation:
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
-    def training(self, image: Image.Image, random: np.random.Generator) -> Tensor:
-        """Return the normalised pixels of a training image, float32 [3, size, size]."""
-        image = self._cropped(image, random)
-        if random.random() < self.flip:
-            image = ImageOps.mirror(image)
-        image = rand_augment(image, self.randaugment_layers, self.randaugment_magnitude, random)
-        pixels = self._normalised(image)
-        if random.random() < self.random_erasing:
-            erase(pixels, random)
-        return torch.from_numpy(pixels)
+    @property
+    def draws(self) -> int:
+        """Return how many draws a training sample needs: crop, flip, erasing, RandAugment."""
+        return 2 * _BOX + 2 + 2 * self.randaugment_layers
 
-    def validation(self, image: Image.Image) -> Tensor:
-        """Return the normalised pixels of the centre of an image, float32 [3, size, size]."""
-        return torch.from_numpy(self._normalised(self._centre(image)))
+    @property
+    def reads_at_random(self) -> bool:
+        """Return whether `read_training` uses its draws."""
+        return self.crop == "resized"
 
-    def restored(self, pixels: Tensor) -> NDArray[np.uint8]:
-        """Return the picture of normalised pixels [3, size, size] as [size, size, 3]."""
-        mean, std = self._statistics()
-        values = pixels.permute(1, 2, 0).numpy() * std + mean
-        return np.clip(np.rint(255 * values), 0, 255).astype(np.uint8)
+    def read_training(self, image: Image.Image, draws: Draws) -> Pixels:
+        """Return the pixels of a training image, [3, height, width]. For `crop: pad` they have the border.
 
-    def _centre(self, image: Image.Image) -> Image.Image:
+        draws: those of the sample, [draws].
+        """
+        if self.crop == "resized":
+            box = _crop_box(image, self.min_area, draws[:_BOX])
+            return _pixels(image.resize((self.size, self.size), _BICUBIC, box=box))
+        if self.crop == "pad":
+            return _pixels(ImageOps.expand(_shorter_side(image, self.size), self.padding))
+        return self.read_validation(image)
+
+    def read_validation(self, image: Image.Image) -> Pixels:
+        """Return the pixels of the centre of an image, [3, size, size]."""
         image = _shorter_side(image, round(self.size / self.validation_crop))
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
-        return image.crop((left, top, left + self.size, top + self.size))
+        return _pixels(image.crop((left, top, left + self.size, top + self.size)))
 
-    def _cropped(self, image: Image.Image, random: np.random.Generator) -> Image.Image:
-        if self.crop == "none":
-            return self._centre(image)
-        if self.crop == "resized":
-            box = _random_box(image, self.min_area, random)
-            return image.resize((self.size, self.size), _BICUBIC, box=box)
-        image = ImageOps.expand(_shorter_side(image, self.size), self.padding)
-        left, top = (int(random.integers(side - self.size + 1)) for side in image.size)
-        return image.crop((left, top, left + self.size, top + self.size))
+    def training(self, images: Sequence[Pixels], draws: Draws) -> Tensor:
+        """Return the normalised pixels of training images, float32 [images, 3, size, size].
 
-    def _normalised(self, image: Image.Image) -> NDArray[np.float32]:
-        pixels = np.asarray(image)
-        return np.stack([values.take(pixels[..., channel]) for channel, values in enumerate(self._values)])
+        images: of `read_training`. draws: the same as there, [images, draws].
+        """
+        box, flip, erasing, box_of_erasing, layers = np.split(draws, np.cumsum([_BOX, 1, 1, _BOX]), axis=1)
+        pixels = _crops(images, self.size, box[:, -2:])
+        flipped = flip[:, 0] < self.flip
+        pixels[flipped] = pixels[flipped][..., ::-1]
+        rand_augment(pixels, self.randaugment_magnitude, layers)
+        normalised = self._normalised(pixels)
+        erased = np.flatnonzero(erasing[:, 0] < self.random_erasing)
+        erase(normalised, erased, box_of_erasing[erased])
+        return torch.from_numpy(normalised)
 
-    @cached_property
-    def _values(self) -> NDArray[np.float32]:
-        """Return the normalised values of the 256 levels, [3, 256]."""
+    def validation(self, images: Sequence[Pixels]) -> Tensor:
+        """Return the normalised pixels of images of `read_validation`, float32 [images, 3, size, size]."""
+        return torch.from_numpy(self._normalised(np.stack(images)))
+
+    def restored(self, pixels: Tensor) -> Pixels:
+        """Return the picture of normalised pixels [3, size, size] as [size, size, 3]."""
         mean, std = self._statistics()
-        levels = np.arange(256, dtype=np.float32) / np.float32(255)
-        return (levels - mean[:, None]) / std[:, None]
+        values = (pixels.numpy() * std + mean).transpose(1, 2, 0)
+        return np.clip(np.rint(255 * values), 0, 255).astype(np.uint8)
+
+    def _normalised(self, pixels: Pixels) -> NDArray[np.float32]:
+        mean, std = self._statistics()
+        values = pixels.astype(np.float32)
+        values /= 255
+        values -= mean
+        values /= std
+        return values
 
     def _statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        return np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        """Return mean and standard deviation, [3, 1, 1]."""
+        mean, std = (np.array(values, np.float32)[:, None, None] for values in (self.mean, self.std))
+        return mean, std
+
+
+def _pixels(image: Image.Image) -> Pixels:
+    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
 def _shorter_side(image: Image.Image, side: int) -> Image.Image:
@@ -99,68 +126,61 @@ def _shorter_side(image: Image.Image, side: int) -> Image.Image:
     return image.resize((width, height), _BICUBIC)
 
 
-def _random_box(image: Image.Image, min_area: float, random: np.random.Generator) -> tuple[int, int, int, int]:
+def _crops(images: Sequence[Pixels], size: int, draws: Draws) -> Pixels:
+    """Return a random crop of each image, [images, 3, size, size]. draws: of top and left, [images, 2]."""
+    sides = np.array([image.shape[1:] for image in images])
+    starts = (draws * (sides - size + 1)).astype(int).tolist()
+    crops = np.empty((len(images), 3, size, size), np.uint8)
+    for crop, image, (top, left) in zip(crops, images, starts, strict=True):
+        crop[:] = image[:, top : top + size, left : left + size]
+    return crops
+
+
+def _random_boxes(
+    height: int, width: int, area: tuple[float, float], aspect: tuple[float, float], draws: Draws
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return rows and columns of boxes of random area and aspect ratio in an image, and whether each fits; [boxes, tries].
+
+    area: of the image's area, uniform. aspect: its logarithm is uniform. draws: [boxes, `_BOX`].
+    """
+    low, high = area
+    areas = height * width * (low + (high - low) * draws[:, :_TRIES])
+    low, high = (math.log(limit) for limit in aspect)
+    aspects = np.exp(low + (high - low) * draws[:, _TRIES : 2 * _TRIES])
+    rows, columns = (np.rint(np.sqrt(sides)).astype(int) for sides in (areas * aspects, areas / aspects))
+    return rows, columns, (rows > 0) & (columns > 0) & (rows <= height) & (columns <= width)
+
+
+def _crop_box(image: Image.Image, min_area: float, draws: Draws) -> tuple[int, int, int, int]:
     """Return (left, top, right, bottom) of a random area and aspect ratio.
 
     If no try fits, return the largest centre with an aspect ratio that is allowed.
     """
-    for _ in range(_TRIES):
-        area = image.width * image.height * random.uniform(min_area, 1.0)
-        aspect = math.exp(random.uniform(math.log(_ASPECT[0]), math.log(_ASPECT[1])))
-        width, height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < width <= image.width and 0 < height <= image.height:
-            left, top = int(random.integers(image.width - width + 1)), int(random.integers(image.height - height + 1))
-            return left, top, left + width, top + height
+    rows, columns, fits = (
+        tries[0] for tries in _random_boxes(image.height, image.width, (min_area, 1), _ASPECT, draws[None])
+    )
+    if fits.any():
+        height, width = int(rows[fits][0]), int(columns[fits][0])
+        top, left = int(draws[-2] * (image.height - height + 1)), int(draws[-1] * (image.width - width + 1))
+        return left, top, left + width, top + height
     low, high = _ASPECT
     width, height = min(image.width, round(high * image.height)), min(image.height, round(image.width / low))
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return left, top, left + width, top + height
 
 
-def rand_augment(image: Image.Image, layers: int, magnitude: int, random: np.random.Generator) -> Image.Image:
-    """Return the image after `layers` operations of `OPERATIONS`, drawn with replacement, each with a random sign.
+def erase(pixels: NDArray[np.float32], images: NDArray[np.int64], draws: Draws) -> None:
+    """Set a random rectangle of some of the normalised images [images, 3, size, size] to 0, the mean, in place.
 
-    magnitude: 0 to 30, the share of the largest change.
+    draws: [len(images), `_BOX`].
     """
-    for _ in range(layers):
-        operation = OPERATIONS[int(random.integers(len(OPERATIONS)))]
-        sign = 1 if random.random() < 0.5 else -1
-        image = operation(image, magnitude / 30, sign)
-    return image
-
-
-def _affine(image: Image.Image, *matrix: float) -> Image.Image:
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST)
-
-
-Operation = Callable[[Image.Image, float, int], Image.Image]
-# (image, share of the largest magnitude, sign). The largest magnitudes are those of torchvision's RandAugment.
-OPERATIONS: tuple[Operation, ...] = (
-    lambda image, share, sign: image,
-    lambda image, share, sign: _affine(image, 1, sign * 0.3 * share, 0, 0, 1, 0),  # shear
-    lambda image, share, sign: _affine(image, 1, 0, 0, sign * 0.3 * share, 1, 0),
-    lambda image, share, sign: _affine(image, 1, 0, sign * int(150 / 331 * share * image.width), 0, 1, 0),  # translate
-    lambda image, share, sign: _affine(image, 1, 0, 0, 0, 1, sign * int(150 / 331 * share * image.height)),
-    lambda image, share, sign: image.rotate(sign * 30 * share),
-    lambda image, share, sign: ImageEnhance.Brightness(image).enhance(1 + sign * 0.9 * share),
-    lambda image, share, sign: ImageEnhance.Color(image).enhance(1 + sign * 0.9 * share),
-    lambda image, share, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.9 * share),
-    lambda image, share, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.9 * share),
-    lambda image, share, sign: ImageOps.posterize(image, 8 - round(4 * share)),
-    lambda image, share, sign: ImageOps.solarize(image, math.ceil(255 * (1 - share))),
-    lambda image, share, sign: ImageOps.autocontrast(image),
-    lambda image, share, sign: ImageOps.equalize(image),
-)
-
-
-def erase(pixels: NDArray[np.float32], random: np.random.Generator) -> None:
-    """Set a random rectangle of normalised pixels [3, height, width] to 0, the mean, in place."""
-    _, height, width = pixels.shape
-    for _ in range(_TRIES):
-        area = height * width * random.uniform(*_ERASED_AREA)
-        aspect = math.exp(random.uniform(math.log(_ERASED_ASPECT[0]), math.log(_ERASED_ASPECT[1])))
-        rows, columns = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < rows < height and 0 < columns < width:
-            top, left = int(random.integers(height - rows + 1)), int(random.integers(width - columns + 1))
-            pixels[:, top : top + rows, left : left + columns] = 0.0
-            return
+    size = pixels.shape[-1]
+    all_rows, all_columns, fits = _random_boxes(size, size, _ERASED_AREA, _ERASED_ASPECT, draws)
+    fits &= (all_rows < size) & (all_columns < size)
+    for number, image in enumerate(images):
+        if fits[number].any():
+            rows, columns = (int(tries[number][fits[number]][0]) for tries in (all_rows, all_columns))
+            top, left = (
+                int(draw * (size - side + 1)) for draw, side in zip(draws[number, -2:], (rows, columns), strict=True)
+            )
+            pixels[image, :, top : top + rows, left : left + columns] = 0.0

@@ -54,7 +54,8 @@ class ImagesConfig(Section):
     threads: int = Field(
         default=1,
         ge=1,
-        description="Threads per process that decode and augment images. More than 1 helps large images only.",
+        description="Threads per process that decode and augment, each a micro-batch. Two are enough for small images, "
+        "which stay decoded in memory.",
     )
     mean: _Triple = Field(
         default=(0.485, 0.456, 0.406), description="Mean of red, green and blue (0 to 1), which is subtracted."

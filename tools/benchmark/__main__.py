@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 type=positive,
                 nargs="+",
                 metavar="THREADS",
-                help="measure only the decoding and augmentation of ImageNet, by number of threads",
+                help="measure only the data loader, by number of threads: of CIFAR-10 up to 64 pixels, of ImageNet above",
             )
         if name == "decode":
             command.add_argument(
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         masked.run(options.output, options.size, shapes, options.steps, options.rounds, options.override)
     elif options.command == "images" and options.loader:
         for word in options.shapes:
-            images.measure_loader(_LOADER_SECONDS, _shape(word, kind="PIXELSxBATCH")[0], options.loader)
+            images.measure_loader(_LOADER_SECONDS, *_shape(word, kind="PIXELSxBATCH"), options.loader)
     elif options.command == "images":
         shapes = [_shape(word, kind="PIXELSxBATCH") for word in options.shapes]
         subjects = options.subjects or list(images.MODELS)

@@ -9,7 +9,7 @@ import io
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from data.images.dataset import ImageDataset
+from data.loader import batches
 from megatron_lite.config.files import read_sources
 from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
@@ -115,38 +117,53 @@ def image_batch(config: Any) -> dict[str, Tensor]:
     }
 
 
-def measure_loader(seconds: float, pixels: int, threads: Sequence[int]) -> list[dict[str, Any]]:
-    """Print and return the images per second of the decoding and augmentation of configs/data/imagenet.yml, by threads.
+def measure_loader(seconds: float, pixels: int, batch: int, threads: Sequence[int]) -> list[dict[str, Any]]:
+    """Print and return the images per second of a run's data loader, by threads.
 
-    The photographs are JPEG files of low-frequency noise. The threads share one Python interpreter, as in each of a run's
-    processes.
+    Up to 64 pixels the settings are those of configs/data/cifar10.yml, whose images stay decoded in memory; above, those of
+    configs/data/imagenet.yml. The images are JPEG files of low-frequency noise.
 
     Args:
         seconds: time per number of threads.
         pixels: height and width of a sample.
+        batch: images per micro-batch.
     """
+    small = pixels <= 64
+    name, size = ("cifar10", (pixels, pixels)) if small else ("imagenet", _PHOTOGRAPH)
     config = load_config(
-        [CONFIGS / "imagenet_lion_s.yml"], [f"model.image_size={pixels}"], model_type=ModelConfig, world_size=1
+        [CONFIGS / f"{name}_lion_s.yml"], [f"model.image_size={pixels}"], model_type=ModelConfig, world_size=1
     )
-    augmentation = augmentation_of(config.data.images, pixels)
-    random = np.random.default_rng(0)
-    photographs = []
-    for _ in range(_PHOTOGRAPHS):
-        coarse = random.integers(0, 256, (24, 32, 3), dtype=np.uint8)
-        file = io.BytesIO()
-        Image.fromarray(coarse).resize(_PHOTOGRAPH, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
-        photographs.append(file.getvalue())
-
-    def sample(number: int) -> None:
-        with Image.open(io.BytesIO(photographs[number % _PHOTOGRAPHS])) as image:
-            augmentation.training(image.convert("RGB"), np.random.default_rng(number))
-
+    samples = ImageDataset(_Photographs(size), augmentation_of(config.data.images, pixels), num_samples=10**12)
     rows = []
     for count in threads:
-        with ThreadPoolExecutor(count) as pool:
+        with closing(batches(samples, global_batch_size=batch, micro_batch_size=batch, threads=count)) as steps:
+            next(steps)
             done, begin = 0, time.perf_counter()
             while time.perf_counter() - begin < seconds:
-                done += sum(1 for _ in pool.map(sample, range(done, done + 8 * count)))
+                next(steps)
+                done += batch
             rows.append({"threads": count, "images / s": done / (time.perf_counter() - begin)})
-    print(table(rows, f"Decoding and augmentation of ImageNet, {os.cpu_count()} cores"))
+    print(table(rows, f"Data loader, {name}, micro-batches of {batch}, {os.cpu_count()} cores"))
     return rows
+
+
+class _Photographs:
+    """Provide encoded images of random low-frequency noise, as `LabelledImages` does."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self.labels, self.class_names = np.zeros(_PHOTOGRAPHS, np.int64), ("noise",)
+        random = np.random.default_rng(0)
+        self._files = []
+        for _ in range(_PHOTOGRAPHS):
+            file = io.BytesIO()
+            coarse = Image.fromarray(random.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+            coarse.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+            self._files.append(file.getvalue())
+
+    def __len__(self) -> int:
+        return _PHOTOGRAPHS
+
+    def image(self, row: int) -> Image.Image:
+        """Return a decoded image."""
+        with Image.open(io.BytesIO(self._files[row])) as image:
+            return image.convert("RGB")

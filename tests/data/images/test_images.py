@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from data.checksum import DamagedDataError
-from data.images.augmentation import OPERATIONS, Augmentation, _random_box, erase, rand_augment
+from data.images.augmentation import Augmentation, _crop_box, erase
 from data.images.dataset import ImageDataset
 from data.images.reading import LabelledImages, find_images
 from data.loader import batches
@@ -81,8 +82,77 @@ def test_samples_depend_on_seed_epoch_and_row_alone(images):
     assert any(not torch.equal(dataset[i]["tokens"], other[i]["tokens"]) for i in range(5))
 
 
+@pytest.mark.parametrize("crop", ["pad", "resized", "none"])
+def test_batch_has_the_samples_that_are_read_alone(images, crop):
+    settings = {"num_samples": 2000, "seed": 3, "label_smoothing": 0.1}
+    dataset, alone = (ImageDataset(images, dataclasses.replace(ALL, crop=crop), **settings) for _ in range(2))
+    numbers = [300, 7, 255, 256, 1999, 0]  # of several blocks of random numbers
+    batch = dataset.batch(numbers)
+    for place, number in enumerate(numbers):
+        for key, value in alone[number].items():
+            assert torch.equal(batch[key][place], value)
+
+
+def test_each_image_is_decoded_once_unless_its_crop_is_resized(images, monkeypatch):
+    decoded = []
+    image = images.image
+    monkeypatch.setattr(images, "image", lambda row: decoded.append(row) or image(row))
+    for crop, times in (("pad", 1), ("none", 1), ("resized", 3)):
+        decoded.clear()
+        dataset = ImageDataset(images, dataclasses.replace(ALL, crop=crop), num_samples=15)
+        dataset.batch(range(15))
+        assert sorted(decoded) == sorted(list(range(5)) * times)
+
+
+def test_decoded_images_are_not_kept_above_the_limit_of_memory(images, monkeypatch):
+    monkeypatch.setattr("data.images.dataset._KEPT_BYTES", 5 * 3 * 8 * 8 - 1)
+    dataset = ImageDataset(images, ALL, num_samples=15)
+    dataset.batch(range(5))
+    assert not dataset._kept
+
+
+def test_last_incomplete_validation_batch_repeats_an_image_without_weight(images):
+    (batch,), (last,) = batches(
+        ImageDataset(images, ALL, num_samples=None), global_batch_size=3, micro_batch_size=3, fill_last=True
+    )
+    assert batch["labels"].tolist() + last["labels"].tolist() == [0, 1, 2, 2, 1, 1]
+    assert batch["loss_weight"].tolist() + last["loss_weight"].tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_shares_of_flips_erasures_and_places_are_those_of_the_settings():
+    """4,000 samples of one image, whose left half is white: every random choice shows."""
+    image = np.zeros((3, 8, 8), np.uint8)
+    image[..., :4] = 255
+    augmentation = Augmentation(
+        8, crop="pad", padding=0, flip=0.3, random_erasing=0.25, mean=(0.5,) * 3, std=(0.5,) * 3
+    )
+    draws = np.random.default_rng(0).random((4000, augmentation.draws))
+    pixels = augmentation.training([image] * 4000, draws)
+    assert float((pixels[:, 0, :, 7].amax(1) == 1).float().mean()) == pytest.approx(0.3, abs=0.03)
+    assert float((pixels == 0).any(1).any(1).any(1).float().mean()) == pytest.approx(0.25, abs=0.03)
+    point = np.zeros((3, 16, 16), np.uint8)
+    point[:, 8, 8] = 255
+    # The point is at each of the 8 x 8 places in 1 of 81 crops.
+    shown = dataclasses.replace(augmentation, flip=0.0, random_erasing=0.0).training([point] * 4000, draws)
+    counts = (shown[:, 0] == 1).sum(0)
+    assert int(counts.sum()) == pytest.approx(4000 * 64 / 81, abs=120)
+    assert 20 < int(counts.min()) <= int(counts.max()) < 85
+
+
+def test_padded_crop_is_that_of_pillow():
+    augmentation, image = Augmentation(8, crop="pad", padding=2), picture(0, 1)
+    bordered = np.asarray(ImageOps.expand(image, 2))
+    draws = np.random.default_rng(0).random((50, augmentation.draws))
+    crops = augmentation.training([augmentation.read_training(image, draws[0])] * 50, draws)
+    expected = [bordered[top : top + 8, left : left + 8] for top in range(5) for left in range(5)]
+    found = {
+        next(n for n, one in enumerate(expected) if np.array_equal(augmentation.restored(crop), one)) for crop in crops
+    }
+    assert len(found) > 15
+
+
 def test_threads_read_the_same_samples(images):
-    dataset = ImageDataset(images, ALL, num_samples=12, seed=3)  # more than two epochs
+    dataset = ImageDataset(images, ALL, num_samples=24, seed=3)  # more than four epochs
     sizes = {"global_batch_size": 6, "micro_batch_size": 3}
     for one, several in zip(batches(dataset, **sizes), batches(dataset, **sizes, threads=3), strict=True):
         for a, b in zip(one, several, strict=True):
@@ -103,53 +173,52 @@ def test_validation_reads_the_normalised_centre(images):
 def test_validation_crop_keeps_the_middle_of_larger_images():
     image = Image.fromarray(np.arange(20 * 40 * 3, dtype=np.uint32).reshape(20, 40, 3).astype(np.uint8))
     cut = Augmentation(16, validation_crop=0.8, mean=(0, 0, 0), std=(1, 1, 1))
-    assert np.array_equal(cut.restored(cut.validation(image)), np.array(image)[2:18, 12:28])
-    assert cut.validation(image.resize((64, 32))).shape == (3, 16, 16)
+    assert np.array_equal(cut.read_validation(image).transpose(1, 2, 0), np.array(image)[2:18, 12:28])
+    assert cut.read_validation(image.resize((64, 32))).shape == (3, 16, 16)
 
 
 @pytest.mark.parametrize("crop", ["pad", "resized", "none"])
 def test_random_crops_have_the_size_of_the_model(crop):
     for size in ((8, 8), (30, 17), (5, 9)):
         image = picture(0, 1, 40).resize(size)
-        pixels = Augmentation(8, crop=crop).training(image, np.random.default_rng(1))
-        assert pixels.shape == (3, 8, 8)
+        augmentation = Augmentation(8, crop=crop)
+        draws = np.random.default_rng(1).random((1, augmentation.draws))
+        pixels = augmentation.training([augmentation.read_training(image, draws[0])], draws)
+        assert pixels.shape == (1, 3, 8, 8)
         assert pixels.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("size", "box"), [((100, 10), (43, 0, 56, 10)), ((10, 100), (0, 43, 10, 56)), ((10, 12), (0, 0, 10, 12))]
 )
-def test_crop_that_fits_nowhere_is_the_largest_centre_of_an_allowed_shape(monkeypatch, size, box):
-    """Follow torchvision's RandomResizedCrop."""
-    monkeypatch.setattr("data.images.augmentation._TRIES", 0)
-    assert _random_box(picture(0, 1).resize(size), 0.08, np.random.default_rng(0)) == box
+def test_crop_that_fits_nowhere_is_the_largest_centre_of_an_allowed_shape(size, box):
+    """Follow torchvision's RandomResizedCrop. The largest area with the largest aspect ratio fits nowhere."""
+    assert _crop_box(picture(0, 1).resize(size), 0.08, np.full(22, 1 - 1e-9)) == box
 
 
-def test_operations_have_the_magnitudes_of_torchvision():
-    """Move by whole pixels; invert the levels from the threshold 178.5 of magnitude 9 on."""
-    ramp = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(8, 32).repeat(3).reshape(8, 32, 3))
-    right, solarised = (np.asarray(OPERATIONS[number](ramp, 9 / 30, -1)) for number in (3, 11))
-    original = np.asarray(ramp)
-    assert np.array_equal(right[:, 4:], original[:, :-4])
-    assert not right[:, :4].any()
-    assert np.array_equal(solarised, np.where(original < 179, original, 255 - original))
-
-
-def test_every_operation_keeps_the_size_and_all_but_identity_change_the_image():
-    image = picture(0, 1, 16)
-    changed = [operation(image, 0.5, 1) for operation in OPERATIONS]
-    assert all(one.size == image.size for one in changed)
-    assert [np.array_equal(one, image) for one in changed] == [True] + [False] * 13
-    assert rand_augment(image, 0, 9, np.random.default_rng(0)) is image
+def test_crops_have_areas_and_aspects_of_the_settings_and_lie_inside():
+    image, random = Image.new("RGB", (100, 80)), np.random.default_rng(0)
+    boxes = np.array([_crop_box(image, 0.1, random.random(22)) for _ in range(2000)])
+    left, top, right, bottom = boxes.T
+    assert (left.min(), top.min(), right.max(), bottom.max()) == (0, 0, 100, 80)
+    area, aspect = (right - left) * (bottom - top) / 8000, (right - left) / (bottom - top)
+    assert 0.09 < area.min() < 0.12
+    assert area.max() > 0.9
+    assert 0.73 < aspect.min() < 0.78
+    assert 1.28 < aspect.max() < 1.36
+    assert np.quantile(area, 0.1) == pytest.approx(0.19, abs=0.03)  # uniform, where all shapes fit
 
 
 def test_erasing_sets_one_rectangle_to_the_mean():
-    pixels = np.ones((3, 16, 16), np.float32)
-    erase(pixels, np.random.default_rng(0))
-    rows, columns = (np.flatnonzero((pixels[0] == 0).any(axis)) for axis in (1, 0))
-    assert (pixels[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] == 0).all()
-    assert pixels.sum() == 3 * (256 - len(rows) * len(columns))
-    assert 0.02 * 200 < len(rows) * len(columns) < 0.4 * 256
+    pixels = np.ones((40, 3, 16, 16), np.float32)
+    draws = np.random.default_rng(0).random((40, 22))
+    erase(pixels, np.arange(0, 40, 2), draws[::2])
+    assert (pixels[1::2] == 1).all()
+    for image in pixels[::2]:
+        rows, columns = (np.flatnonzero((image[0] == 0).any(axis)) for axis in (1, 0))
+        assert (image[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] == 0).all()
+        assert image.sum() == 3 * (256 - len(rows) * len(columns))
+        assert 0.01 * 256 < len(rows) * len(columns) < 0.4 * 256
 
 
 @pytest.mark.parametrize("content", [b"no picture", None, encoded(picture(0, 0))[:60]])

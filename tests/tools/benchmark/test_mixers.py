@@ -100,10 +100,9 @@ def test_image_classifiers_are_compared_with_vit(tmp_path: Path, capsys: pytest.
         assert re.search(message, refusal([*common, *words], capsys))
 
 
-def test_images_per_second_of_the_loader_are_listed_by_threads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = image_step.measure_loader(0.01, 32, [1, 2])
+@pytest.mark.parametrize("pixels", [32, 80])
+def test_images_per_second_of_the_loader_are_listed_by_threads(pixels: int, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = image_step.measure_loader(0.01, pixels, 4, [1, 2])
     assert [row["threads"] for row in rows] == [1, 2]
     assert all(row["images / s"] > 0 for row in rows)
     assert "| threads | images / s |" in capsys.readouterr().out
