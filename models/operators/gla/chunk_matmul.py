@@ -115,6 +115,13 @@ class _MatmulForm(torch.autograd.Function):
                 d_out = _cut(d_o[tile], ctx.chunk, x.v.dtype)
                 from_start, to_end, total = (_column(y) for y in (x.from_start, x.to_end, x.total))
 
+                d_scores = torch.matmul(d_out, x.v.transpose(-1, -2)).tril_()
+                d_qs = torch.matmul(d_scores, x.k)
+                d_qs += torch.matmul(d_out, (states[:, :, :-1] * from_start).transpose(-1, -2))
+                _join(d_q[tile], d_qs * x.growth * ctx.scale)
+                if not any(ctx.needs_input_grad[1:]):  # in the scans of `models.operators.lion.scans`
+                    continue
+
                 d_p = torch.matmul(x.q.transpose(-1, -2), d_out)
                 d_p *= from_start
                 d_next = torch.empty_like(d_p)
@@ -124,20 +131,16 @@ class _MatmulForm(torch.autograd.Function):
                 d_total = (states[:, :, 1:] * d_next).sum(-1)
                 d_u = d_next.mul_(to_end)
 
-                d_scores = torch.matmul(d_out, x.v.transpose(-1, -2)).tril_()
-                d_qs = torch.matmul(d_scores, x.k)
-                d_qs += torch.matmul(d_out, (states[:, :, :-1] * from_start).transpose(-1, -2))
                 d_ks = torch.matmul(d_scores.transpose(-1, -2), x.q)
                 d_ks += torch.matmul(x.v, d_u.transpose(-1, -2))
                 d_vs = torch.matmul(x.scores().transpose(-1, -2), d_out)
                 d_vs += torch.matmul(x.k, d_u)
                 _join(d_v[tile], d_vs)
 
-                d_b = d_qs * x.q
+                d_b = d_qs.mul_(x.q)
                 d_b.addcmul_(d_ks, x.k, value=-1)
                 d_b[:, :, :, -1] += d_total
                 _join(d_g[tile], torch.matmul(_ones(d_b).t(), d_b))
-                _join(d_q[tile], d_qs.mul_(x.growth).mul_(ctx.scale))
                 _join(d_k[tile], d_ks.div_(x.growth))
         return d_q, d_k, d_v, d_g, d_initial, None, None, None
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.operators.gla import chunk_matmul as factorised
 from models.operators.gla import select_kernel
@@ -297,3 +298,17 @@ def test_cu_seqlens_must_cover_the_sequence():
     q, k, v, g, _ = inputs(9, 0.1, batch=1)
     with pytest.raises(ValueError, match="runs from 0 to 8: must run from 0 to the length 9"):
         gated_linear_attention(q, k, v, g, cu_seqlens=torch.tensor([0, 4, 8]))
+
+
+def test_gradient_of_queries_alone_costs_half_of_all_and_is_the_same():
+    """The scans of masks per channel of values need no other gradient."""
+    q, k, v, g, _ = inputs(150, 0.05)
+    costs, gradients = [], []
+    for count in (4, 1):
+        leaves = [x.detach().requires_grad_(place < count) for place, x in enumerate((q, k, v, g))]
+        o, _ = gated_linear_attention(*leaves)
+        with FlopCounterMode(display=False) as counter:
+            gradients.append(torch.autograd.grad(o, leaves[:count], v)[0])
+        costs.append(counter.get_total_flops())
+    assert costs[1] < 0.5 * costs[0]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
