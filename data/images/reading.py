@@ -77,7 +77,8 @@ def find_images(given: str | Sequence[str], key: str) -> ImageFiles:
     if len(folders) > 1 or (folders and parquet):
         raise ValueError(f"{key}: {folders[0]} is a folder of images; name it alone, or Parquet files only")
     if folders:
-        if not any(path.is_dir() for path in folders[0].iterdir()):
+        formats = Image.registered_extensions()
+        if not any(path.suffix.lower() in formats for path in folders[0].glob("*/*")):
             raise ValueError(f"{key}: {folders[0]} holds neither Parquet files nor folders of images, one per class")
         return ImageFiles(key, folder=folders[0])
     return ImageFiles(key, parquet=tuple(parquet))

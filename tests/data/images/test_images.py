@@ -271,9 +271,10 @@ def test_wrong_names_numbers_and_files_are_refused(tmp_path):
         opened(tmp_path / "texts.parquet")
     with pytest.raises(FileNotFoundError, match=r"data.images.train: .*absent does not exist"):
         find_images(str(tmp_path / "absent"), "data.images.train")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds neither Parquet files nor folders of images"):
-        find_images(str(tmp_path / "empty"), "data.images.train")
+    for inside in ("empty", "empty/class", "empty/class/note.txt"):
+        (tmp_path / inside).mkdir()
+        with pytest.raises(ValueError, match="holds neither Parquet files nor folders of images"):
+            find_images(str(tmp_path / "empty"), "data.images.train")
     (tmp_path / "cut.parquet").write_bytes(path.read_bytes()[:-20])
     pq.write_table(pq.read_table(path).slice(0, 0), tmp_path / "none.parquet")
     with pytest.raises(DamagedDataError, match=r"data.images.train: .*none.parquet has no row"):
