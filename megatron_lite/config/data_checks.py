@@ -40,7 +40,7 @@ def _tokenizer(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
         if config.data.train is not None:
             yield path, "is missing: name the tokenizer that made data.train (it is trained here for data.corpus only)"
         elif tokenizer.vocab_size > (rows := getattr(config.model, "vocab_size", tokenizer.vocab_size)):
-            text = f"= {tokenizer.vocab_size}: at most model.vocab_size = {rows} is allowed"
+            text = f"= {tokenizer.vocab_size}: at most model.vocab_size = {rows} is allowed; set {rows}, or raise it"
             yield ("data", "tokenizer", "vocab_size"), text
 
 

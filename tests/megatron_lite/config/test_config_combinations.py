@@ -151,7 +151,7 @@ def test_nearest_batch_sizes_are_legal() -> None:
         ),
         (
             ("data.tokenizer.vocab_size=6000",),
-            "data.tokenizer.vocab_size = 6000: at most model.vocab_size = 5000 is allowed",
+            "data.tokenizer.vocab_size = 6000: at most model.vocab_size = 5000 is allowed; set 5000, or raise it",
         ),
     ],
 )

@@ -147,6 +147,15 @@ def test_heads_of_another_width_than_the_weights_are_refused(
     assert "r_k has 16 channels per head, and config.json has head_dim = 32: correct head_dim and num_heads" in message
 
 
+def test_published_rwkv7_settings_are_imported() -> None:
+    """Published folders have norms that are not fused, 32 heads whatever their width, and no value_dim."""
+    settings = json.loads((Path(__file__).parent / "golden" / "rwkv7" / "config.json").read_text())
+    kind = settings.pop("model_type")
+    published = {**settings, "fuse_norm": False, "num_heads": 32, "hidden_ratio": 4.0}
+    del published["value_dim"]
+    assert translated(kind, **published) == translated(kind, **settings)
+
+
 def load_language_model(run: Path) -> LanguageModel:
     config = model_config(read_config_yaml(run))
     return build_model(config, read_weights(run)).eval().requires_grad_(False)

@@ -42,9 +42,9 @@ _ALLOWED_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "gated_deltanet": {"use_gate": (True,), "output_gate_activation": ("swish", "silu")},
     "kda": {"safe_gate": (False,), "lower_bound": (None,)},
-    "rwkv7": {"hidden_act": ("sqrelu",), "norm_bias": (True,), "fuse_norm": (True,)},
+    "rwkv7": {"hidden_act": ("sqrelu",), "norm_bias": (True,)},
 }
-# Settings of their models that have a counterpart or change no logit.
+# Settings of their models that have a counterpart or change no logit. fuse_norm of RWKV-7 moves an epsilon of 1e-6.
 _READ = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_v_heads", "head_dim", "expand_k", "expand_v"),
     *("conv_size", "allow_neg_eigval", "hidden_ratio", "intermediate_size", "norm_eps", "tie_word_embeddings"),
