@@ -16,6 +16,7 @@ from ..operators.context_parallel import ContextParallelGroup, context_parallel_
 from ..operators.dot_product import (
     attention_over_ranks,
     dot_product,
+    for_each_query_head,
     gather_sequence,
     packed_flash_attention,
     supports_flash,
@@ -258,7 +259,7 @@ class Attention(nn.Module):
             if self.rotary_dim:
                 segment, _ = segment_starts(cu_seqlens, q.shape[1])
                 q, k = self._rotate((torch.arange(q.shape[1], device=q.device) - starts[segment])[None], q, k)
-            k, v = _for_each_query_head(k, q), _for_each_query_head(v, q)
+            k, v = for_each_query_head(k, q), for_each_query_head(v, q)
             bounds = (cu_seqlens, q.shape[1])
             o = packed_flash_attention(
                 q[0], k[0], v[0], bounds, bounds, is_causal=self.options.causal, window=self.window
@@ -308,8 +309,8 @@ class Attention(nn.Module):
         else:
             o = self.dot_product(
                 q.transpose(1, 2),
-                _for_each_query_head(k, q).transpose(1, 2),
-                _for_each_query_head(v, q).transpose(1, 2),
+                for_each_query_head(k, q).transpose(1, 2),
+                for_each_query_head(v, q).transpose(1, 2),
                 allowed,
                 plain and self.options.causal,
                 self.window,
@@ -378,12 +379,6 @@ class Attention(nn.Module):
         window = length if self.window is None else min(self.window, length)
         scores = 4 * self._q_size * window - 2 * self._q_size * window * window // max(length, 1)
         return 2 * self._matmuls + scores
-
-
-def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values [batch, length, kv_heads, head_dim] once per query head of their group."""
-    groups = q.shape[2] // x.shape[2]
-    return x.repeat_interleave(groups, 2) if groups > 1 else x
 
 
 def _gated(o: Tensor, logits: Tensor) -> Tensor:

@@ -121,8 +121,6 @@ def attention_over_ranks(
     """
     length, count, rank = q.shape[1], group.count, group.index
     bounds = [0, length * count] if cu_seqlens is None else cu_seqlens.tolist()
-    # Repeated for grouped queries after the exchange.
-    groups = q.shape[2] // k.shape[2]
     # A window counts real tokens, so with padding it may reach further than the previous shard.
     reach = window - 1 if window is not None and causal and mask is None and window <= length + 1 else None
     first_query = first_key = 0  # index in the whole sequence of the first token of q, and of k and v
@@ -134,9 +132,9 @@ def attention_over_ranks(
             k, v = (torch.cat([previous, x], 1) for previous, x in zip(received, (k, v), strict=True))
     else:
         q, k, v = (gather_sequence(group, x) for x in (q, k, v))
+    # After the exchange, which sends the keys and values of the groups only.
+    k, v = for_each_query_head(k, q), for_each_query_head(v, q)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
     # The number of real keys up to each token, from which windows are measured.
     counted = None if mask is None or window is None else mask.cumsum(1)
@@ -173,6 +171,12 @@ def attention_over_ranks(
         return gathered[number][:, :half] if number < count else gathered[pieces - 1 - number][:, half:]
 
     return torch.cat([piece_of(2 * rank), piece_of(2 * rank + 1)], 1)
+
+
+def for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """Return keys or values [batch, length, kv_heads, head_dim] once per query head of their group."""
+    groups = q.shape[2] // x.shape[2]
+    return x.repeat_interleave(groups, 2) if groups > 1 else x
 
 
 def gather_sequence(group: ContextParallelGroup, x: Tensor) -> Tensor:

@@ -126,6 +126,13 @@ def test_window_beyond_the_previous_shard(case: tuple[str, dict[str, Any]]) -> N
         compare(build(case, torch.float64), tokens(12, dtype=torch.float64), 4, 1e-9, cu_seqlens=bounds)
 
 
+@pytest.mark.parametrize("case", WINDOWED, ids=name_of)
+def test_padding_between_real_tokens_does_not_shorten_a_window(case: tuple[str, dict[str, Any]]) -> None:
+    place = torch.arange(24)
+    mask = ((place < 6) | (place > 9))[None]
+    compare(build(case, torch.float64), tokens(24, dtype=torch.float64), 3, 1e-9, mask=mask)
+
+
 @pytest.mark.parametrize("case", [*(case for case in SPLIT if case[0] != "attention"), *WINDOWED], ids=name_of)
 def test_exchanged_elements_do_not_grow_with_the_sequence(case: tuple[str, dict[str, Any]]) -> None:
     sent = []
