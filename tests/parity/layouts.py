@@ -347,9 +347,12 @@ def cases(processes: int) -> list[LayoutCase]:
     if processes == 2:
         selected += [
             LayoutCase("rwkv7", name, layouts[name], {"mlp": "rwkv7"})
-            for name in ("pipeline2", "tensor2_overlap", "tensor2_sequence", "context2", "data2_zero3")
+            for name in ("pipeline2", "tensor2_overlap", "tensor2_sequence", "context2")
         ]
-        selected += [LayoutCase("rwkv7", "context2", layouts["context2"], {"mlp": "rwkv7"}, packed=True)]
+        selected += [
+            LayoutCase("rwkv7", "context2", layouts["context2"], {"mlp": "rwkv7"}, packed=True),
+            LayoutCase("rwkv7", "data2_zero3", layouts["data2_zero3"], {"mlp": "rwkv7", **SHORT}),
+        ]
         rest = [mixer for mixer in MIXERS if mixer not in (*MODELS, *MODELS["delta_rule"]["mixers"], "lion", "rwkv7")]
         selected += [LayoutCase(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], SHORT) for mixer in rest]
         # Sequence parallelism sums the gradients of all replicated parameters. Without it, the sharding spec decides.

@@ -86,7 +86,7 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
     if request.ruler is not None:
         from tools.evaluation.ruler import check_ruler
 
-        check_ruler(request.ruler)
+        check_ruler(request.ruler, alone=request.tasks is None)
     if request.texts is not None and huggingface:
         from tools.evaluation.texts import check_huggingface_texts
 

@@ -48,14 +48,19 @@ class Text:
     max_tokens: int
 
 
-def check_ruler(request: RulerRequest) -> None:
-    """Raise ValueError for unknown tasks, a selection without a task, and seeds below 0."""
+def check_ruler(request: RulerRequest, *, alone: bool = True) -> None:
+    """Raise ValueError for unknown tasks, a selection without a task, and seeds below 0.
+
+    alone: whether no other suite is requested, whose tasks --without may name.
+    """
     for name in request.tasks:
         if name not in TASKS:
             raise ValueError(
                 f"--tasks {name}: there is no such task of RULER (evaluate other tasks without --suite ruler); "
                 f"{nearest_names(name, TASKS)}"
             )
+    if alone and (unknown := [name for name in request.without if name not in TASKS]):
+        raise ValueError(f"--without {unknown[0]}: there is no such task of RULER; {nearest_names(unknown[0], TASKS)}")
     if not task_names(request):
         raise ValueError(f"--without leaves no task of RULER: allowed are some of {', '.join(TASKS)}")
     if request.seed < 0:

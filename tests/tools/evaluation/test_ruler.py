@@ -22,7 +22,7 @@ from tools.evaluation.open_model import locate_model
 from tools.evaluation.options import parse_evaluation
 from tools.evaluation.prefix_tree import shared_order
 from tools.evaluation.request import EvaluationRequest, RulerRequest
-from tools.evaluation.ruler import Text, run_ruler, score_cells, string_match, table, task_names
+from tools.evaluation.ruler import Text, check_ruler, run_ruler, score_cells, string_match, table, task_names
 from tools.inference import generation
 
 __all__ = ["masked_run"]
@@ -138,6 +138,7 @@ def test_refused_requests(trained_run: Path, masked_run: Path, tmp_path: Path, m
     close = "did you mean niah_single_3 or niah_single_2 or niah_single_1?\n"
     assert refusal(*run, "--tasks", "niah_single").endswith(f"(evaluate other tasks without --suite ruler); {close}")
     assert "--without leaves no task of RULER" in refusal(*run, "--tasks", "vt", "--without", "vt")
+    assert "--without cew: there is no such task of RULER; did you mean cwe" in refusal(*run, "--without", "cew")
     short = refusal(*run, "--lengths", "100", "600")
     assert "length 100: the shortest example of niah_single_1 takes" in short
     assert "with --lengths, or leave the task out with --without niah_single_1" in short
@@ -147,6 +148,10 @@ def test_refused_requests(trained_run: Path, masked_run: Path, tmp_path: Path, m
     assert "is a masked model" in refusal(masked_run, *WORDS)
     monkeypatch.setattr(ruler, "position_limit", lambda _: 512)
     assert "--lengths 600: tiny, step 30 has 512 positions; name 512 or less" in refusal(*run, "--lengths", "600")
+
+
+def test_without_may_name_tasks_of_another_suite() -> None:
+    check_ruler(RulerRequest(without=("boolq",)), alone=False)
 
 
 def test_learned_positions_of_a_hugging_face_model_are_a_limit() -> None:
