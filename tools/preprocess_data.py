@@ -142,6 +142,10 @@ def _licences(path: str) -> dict[str, str]:
     """Return the licence per source of a YAML file. Raises ValueError if it holds something else."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"--data-card {path} cannot be read ({error.strerror}): give a YAML file of lines SOURCE: LICENCE, or no file"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--data-card {path} is not YAML: {error}. Write lines SOURCE: LICENCE") from error
     if not isinstance(content, dict) or not all(isinstance(word, str) for pair in content.items() for word in pair):

@@ -36,13 +36,14 @@ def _write_data_card(prefix: Path, manifest: Mapping[str, Any], licences: Mappin
     tokens = np.bincount(ids, file.sizes, minlength=len(names)).astype(np.int64)
     sizes = manifest.get("source_bytes") or [manifest["bytes"]]
     rows = sorted(zip(names, documents, tokens, sizes, strict=True), key=lambda row: -row[2])
+    path = manifest["tokenizer"]["path"]
+    tokenizer = " ".join([manifest["tokenizer"]["type"], *([Path(path).name] if path else [])])
     lines = [
         f"# {prefix.name.removesuffix('_document')}",
         "",
         f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens, {manifest['bytes']:,} bytes of text,"
-        f" {manifest['bytes_per_token']:.3f} bytes per token. Tokenizer: {manifest['tokenizer']['type']}"
-        f" {Path(manifest['tokenizer']['path'] or '').name}, {manifest['tokenizer']['vocab_size']:,} entries, hash"
-        f" {manifest['tokenizer']['hash']}.",
+        f" {manifest['bytes_per_token']:.3f} bytes per token. Tokenizer: {tokenizer},"
+        f" {manifest['tokenizer']['vocab_size']:,} entries, hash {manifest['tokenizer']['hash']}.",
         "",
         "## Sources",
         "",
@@ -69,6 +70,6 @@ def _write_data_card(prefix: Path, manifest: Mapping[str, Any], licences: Mappin
         *(f"| {name} | {value} |" for name, value in manifest.get("settings", {}).items()),
         f"| input files | {manifest['files']:,} |",
     ]
-    path = Path(f"{prefix}.md")
-    write_text(path, "\n".join(lines) + "\n")
-    return path
+    card = Path(f"{prefix}.md")
+    write_text(card, "\n".join(lines) + "\n")
+    return card

@@ -50,11 +50,11 @@ class Filters:
         threshold = self.near_duplicates
         if threshold is not None and not 0.3 <= threshold <= 0.98:
             raise ValueError(
-                f"near-duplicate threshold {threshold} must be from 0.3 to 0.98; exact repeats are found by --deduplicate"
+                f"--near-duplicates {threshold}: 0.3 to 0.98 is allowed, usually 0.8; --deduplicate finds exact repeats"
             )
         if self.languages and (unknown := sorted(set(self.languages) - set(_identifier().labels))):
             raise ValueError(
-                f"language {', '.join(unknown)} is unknown; allowed: {', '.join(sorted(_identifier().labels))} "
+                f"--languages {','.join(unknown)}: allowed are {', '.join(sorted(_identifier().labels))} "
                 "(zxx is text without a language, such as code)"
             )
 

@@ -89,7 +89,8 @@ def allowed_values(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
     if origin in (tuple, list):
         if origin is tuple and Ellipsis not in arguments:
             return f"list of {len(arguments)}: " + "; ".join(dict.fromkeys(map(allowed_values, arguments)))
-        return f"list of: {allowed_values(arguments[0])}"
+        least = max((getattr(part, "min_length", None) or 0 for part in constraints), default=0)
+        return f"list of{f' {least} or more' if least else ''}: {allowed_values(arguments[0])}"
     if origin is dict:
         return "mapping" if arguments[1] is Any else f"mapping to: {allowed_values(arguments[1])}"
     word = _WORDS.get(annotation, "mapping" if annotation is dict else getattr(annotation, "__name__", str(annotation)))

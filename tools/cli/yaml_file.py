@@ -47,6 +47,10 @@ def _problem(detail: Any, schema: type[BaseModel], sources: Sources, file: Path)
         path, section, entry, allowed = (*path, name), _section(key), key.entry, key.allowed
     if detail["type"] == "missing":
         return f"{'.'.join(path)} is missing in {file}: {allowed} is allowed"
+    if detail["type"] == "value_error" and section is not None:
+        # A check of a whole section names its keys itself.
+        origin = sources.origin(path)
+        return str(detail["ctx"]["error"]) + (f" ({origin})" if origin else "")
     value = json.dumps(sources.get(path), ensure_ascii=False, default=str)
     reason = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else f"{allowed} is allowed"
     return _located(path, f"= {value}: {reason}", sources)

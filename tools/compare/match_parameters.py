@@ -28,7 +28,7 @@ def equal_width(config: ModelConfig, target: int, *, multiple: int = 16, toleran
     if abs(reached - target) > tolerance * target:
         raise ValueError(
             f"{'+'.join(config.mixers)} with d = {config.hidden_size}: the target is {target:,} parameters without "
-            f"embeddings; the nearest MLP width {width} gives {reached:,}, which is not within {tolerance:.1%}. Lower "
+            f"embeddings; the nearest MLP width {width} gives {reached:,}, which is not within {100 * tolerance:g} %. Lower "
             "`multiple`, or change layers and width: the reference's, or those of the ladder's size"
         )
     return width

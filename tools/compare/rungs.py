@@ -88,8 +88,8 @@ def steps_of_rung(ladder: Ladder, rung: str, config: Config[ModelConfig]) -> int
     reached = config.batch.tokens_of(steps)
     if abs(reached - wanted) > ladder.tolerance * wanted:
         raise ValueError(
-            f"ladder rung {rung}: {ratio:g} tokens x {parameters:,.0f} parameters = {wanted:,.0f} tokens; {steps:,} steps of"
-            f" {per_step:,} tokens are {reached:,}, {abs(reached / wanted - 1):.1%} away, and {ladder.tolerance:.1%} is"
-            " allowed. Lower batch.global_batch_size, or raise tokens_per_parameter"
+            f"ladder rung {rung}: {ratio:g} tokens x {parameters:,.0f} parameters = {wanted:,.0f} tokens; {steps:,} x "
+            f"{per_step:,} tokens per step = {reached:,}, {100 * abs(reached / wanted - 1):.3g} % away, and "
+            f"{100 * ladder.tolerance:g} % is allowed. Lower batch.global_batch_size, or raise tokens_per_parameter"
         )
     return steps

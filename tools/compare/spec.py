@@ -255,9 +255,11 @@ def _set_rungs(cells: dict[tuple[str, str], _Cell], ladder: Ladder) -> None:
         size = rungs[rung][0]
         if (size, model) not in widths:
             target = round(ladder.parameters[size])
-            widths[size, model] = equal_width(
-                cell[1].model, target, multiple=ladder.multiple, tolerance=ladder.tolerance
-            )
+            try:
+                width = equal_width(cell[1].model, target, multiple=ladder.multiple, tolerance=ladder.tolerance)
+            except ValueError as error:
+                raise ValueError(f"ladder.parameters.{size}, {model}: {error}") from error
+            widths[size, model] = width
         cells[rung, model] = _changed(cell, widths[size, model], steps_of_rung(ladder, rung, cell[1]))
 
 

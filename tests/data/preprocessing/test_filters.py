@@ -147,6 +147,7 @@ def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
     size = sum(len(record["text"]) for record in records[:4:2])
     assert f"| a | CC BY 4.0 | 2 | {size + 2:,} | 50.0% | {size / (size + 2):.3f} |" in card
     assert "| b | not given | 2 |" in card
+    assert "Tokenizer: bytes, 257 entries" in card
     assert "| repeat | 1 |" in card
     assert "| quality | True |" in card
     manifest = read_manifest(tmp_path / "out_text_document")
@@ -165,11 +166,15 @@ def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--near-duplicates", "1"], "near-duplicate threshold 1.0 must be from 0.3 to 0.98"),
-        (["--languages", "english"], "language english is unknown; allowed: ace, "),
+        (["--near-duplicates", "1"], "--near-duplicates 1.0: 0.3 to 0.98 is allowed"),
+        (["--languages", "english"], "--languages english: allowed are ace, "),
         (
             ["--shingle-words", "5"],
             "--shingle-words 5 has no effect without --near-duplicates: add --near-duplicates SHARE",
+        ),
+        (
+            ["--data-card", "nowhere.yml"],
+            "--data-card nowhere.yml cannot be read (No such file or directory): give a YAML file",
         ),
     ],
 )

@@ -119,12 +119,12 @@ def test_rungs_have_their_own_seeds_and_one_width_per_size() -> None:
     [
         (
             {"tolerance": 0.0002},
-            r"the target is 80,000 parameters .* the nearest MLP width \d+ gives .* not within 0\.0%",
+            r"ladder.parameters.s, metala: .* target is 80,000 .* nearest MLP width \d+ gives .* not within 0\.02 %",
         ),
         (
             {"tokens_per_parameter": {"s": [0.001], "m": [1]}},
-            r"ladder rung s-0.001x: 0.001 tokens x 80,000 parameters = 80 tokens; 1 steps of 64 tokens are 64, 20.0% away, "
-            r"and 1.0% is allowed",
+            r"ladder rung s-0.001x: 0.001 tokens x 80,000 parameters = 80 tokens; 1 x 64 tokens per step = 64, 20 % away, "
+            r"and 1 % is allowed",
         ),
     ],
 )
@@ -143,9 +143,15 @@ def test_ladders_that_contradict_the_file_are_refused(tmp_path: Path, capsys) ->
             {"ladder": LADDER, "sizes": {"s": {}, "m": {}}, "equal_parameters": {"reference": "a"}},
             "equal_parameters and ladder both set the MLP widths; remove equal_parameters",
         ),
-        ({"ladder": {**LADDER, "seeds": {"l": [1]}}}, "ladder.seeds has the size l; allowed are s, m"),
-        ({"ladder": {**LADDER, "tokens_per_parameter": {"s": [1]}}}, "ladder.tokens_per_parameter lacks the size m"),
-        ({"ladder": {**LADDER, "tokens_per_parameter": {"s": [1], "m": []}}}, "ladder.tokens_per_parameter.m"),
+        ({"ladder": {**LADDER, "seeds": {"l": [1]}}}, "  - ladder.seeds has the size l; allowed are s, m ("),
+        (
+            {"ladder": {**LADDER, "tokens_per_parameter": {"s": [1]}}},
+            "  - ladder.tokens_per_parameter lacks the size m",
+        ),
+        (
+            {"ladder": {**LADDER, "tokens_per_parameter": {"s": [1], "m": []}}},
+            "ladder.tokens_per_parameter.m = []: list of 1 or more: number > 0 is allowed",
+        ),
         ({"ladder": {**LADDER, "parameters": {"s": 1, "m": 0}}}, "ladder.parameters.m = 0"),
         ({"ladder": {**LADDER, "seeds": {"s": []}}}, "ladder.seeds.s"),
     ]
