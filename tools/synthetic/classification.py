@@ -95,7 +95,10 @@ def _draw(examples: Examples, count: int, seed: list[int], first: int) -> Exampl
     """Return `count` examples in random order, from place `first` of this order on."""
     available = len(examples.tokens)
     if first + count > available:
-        raise ValueError(f"{first} + {count} examples of one split are required, which has {available}")
+        raise ValueError(
+            f"{first:,} + {count:,} examples of one split are required, which has {available:,}: lower train_examples, "
+            "validation_examples or test_examples of the task's `data`"
+        )
     rows = np.random.default_rng(seed).permutation(available)[first : first + count]
     return Examples(examples.tokens[rows], examples.labels[rows])
 

@@ -67,7 +67,7 @@ def test_class_without_images_keeps_the_numbers_of_the_others(tmp_path):
     assert images.labels.tolist() == [0, 2]
 
 
-def test_samples_depend_on_seed_epoch_and_row_alone(images):
+def test_samples_depend_on_seed_and_number_alone(images):
     dataset = ImageDataset(images, ALL, num_samples=15, seed=3, label_smoothing=0.1)
     again = ImageDataset(images, ALL, num_samples=40, seed=3, label_smoothing=0.1)
     for number in (12, 0, 7):  # in another order, of a longer run
@@ -91,6 +91,14 @@ def test_batch_has_the_samples_that_are_read_alone(images, crop):
     for place, number in enumerate(numbers):
         for key, value in alone[number].items():
             assert torch.equal(batch[key][place], value)
+
+
+def test_no_two_samples_have_the_same_random_numbers(images):
+    settings = {"num_samples": 10**6, "seed": 3}
+    draws = ImageDataset(images, ALL, **settings)._draws(np.arange(1000))
+    assert len(np.unique(draws)) == draws.size
+    other = ImageDataset(images, ALL, **settings | {"seed": 4})._draws(np.arange(1000))
+    assert not np.isin(other, draws).any()
 
 
 def test_each_image_is_decoded_once_unless_its_crop_is_resized(images, monkeypatch):
@@ -128,8 +136,10 @@ def test_shares_of_flips_erasures_and_places_are_those_of_the_settings():
     )
     draws = np.random.default_rng(0).random((4000, augmentation.draws))
     pixels = augmentation.training([image] * 4000, draws)
-    assert float((pixels[:, 0, :, 7].amax(1) == 1).float().mean()) == pytest.approx(0.3, abs=0.03)
-    assert float((pixels == 0).any(1).any(1).any(1).float().mean()) == pytest.approx(0.25, abs=0.03)
+    flipped, erased = pixels[:, 0, :, 7].amax(1) == 1, (pixels == 0).flatten(1).any(1)
+    assert float(flipped.float().mean()) == pytest.approx(0.3, abs=0.03)
+    assert float(erased.float().mean()) == pytest.approx(0.25, abs=0.03)
+    assert float((flipped & erased).float().mean()) == pytest.approx(0.3 * 0.25, abs=0.02)  # independent
     point = np.zeros((3, 16, 16), np.uint8)
     point[:, 8, 8] = 255
     # The point is at each of the 8 x 8 places in 1 of 81 crops.

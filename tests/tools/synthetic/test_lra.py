@@ -105,7 +105,7 @@ def test_validation_examples_are_not_in_the_training_set(tmp_path):
     assert sets[0] | sets[1] == {f"train {i}" for i in range(12)}
     assert all(text.startswith("test ") for text in sets[2])
     run.data["train_examples"] = 9
-    with pytest.raises(ValueError, match=r"4 \+ 9 examples of one split are required, which has 12"):
+    with pytest.raises(ValueError, match=r"4 \+ 9 examples of one split are required, which has 12: lower train_ex"):
         generate(run)
 
 
