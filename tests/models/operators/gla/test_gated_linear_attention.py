@@ -301,7 +301,7 @@ def test_cu_seqlens_must_cover_the_sequence():
 
 
 def test_gradient_of_queries_alone_costs_half_of_all_and_is_the_same():
-    """The scans of masks per channel of values need no other gradient."""
+    """Skip the gradients that the scans of masks per channel of values do not need."""
     q, k, v, g, _ = inputs(150, 0.05)
     costs, gradients = [], []
     for count in (4, 1):
