@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .training import Plan
 
 _LOADER_SECONDS = 5.0
+_MORE_EXAMPLES = {
+    "profile": "\n  torchrun --nproc-per-node 2 -m tools.benchmark profile --shape 131072x1 parallel.context=2"
+    "    the first of two processes"
+}
 
 
 @command
@@ -73,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name,
             help=text,
             description=text,
-            epilog=f"example:\n  python -m tools.benchmark {name} {example}".rstrip(),
+            epilog=f"example:\n  python -m tools.benchmark {name} {example}".rstrip() + _MORE_EXAMPLES.get(name, ""),
             formatter_class=HelpFormatter,
         )
         command.add_argument(

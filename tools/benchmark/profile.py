@@ -1,4 +1,4 @@
-"""Measure the time of the trainer's step by part and by kernel with torch.profiler.
+"""Measure the time of the trainer's step by part and by kernel with torch.profiler, of the first of several processes.
 
 On CUDA the times are of kernels on the device, on a CPU of operators without the operators that they call. The step time
 is measured without the profiler. "gap" is the time without a running kernel, in which the device waits for the host.
@@ -7,6 +7,7 @@ is measured without the profiler. "gap" is the time without a running kernel, in
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import statistics
 from collections import Counter
@@ -63,18 +64,21 @@ def run(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Print both tables; write profile_parts.csv, profile_kernels.csv, profile.png and with `trace` profile.json.gz.
 
+    Of several processes, which torchrun starts, the first one reports its own time; the others return two empty lists.
+
     length: tokens per sequence; of an image classifier pixels per side.
-    Raises ValueError for an invalid configuration, and as `device_of`.
+    Raises ValueError for an invalid configuration, for a GPU of `device` under torchrun, and as `device_of`.
     """
     from megatron_lite.engine.precision import faster_dtype
 
-    torch_device = use_device(device)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    torch_device = use_device(_local_device(device) if processes > 1 else device)
     device = torch_device.type
     images = is_image_classifier(config_file, overrides)
     if images:
         config = image_config(config_file, overrides, length, batch)
     else:
-        config = project_config(str(config_file), overrides, length, batch)
+        config = project_config(str(config_file), overrides, length, batch, processes)
     dtype = config.precision.dtype
     if dtype == "auto":
         dtype = faster_dtype(torch_device, config.model.hidden_size, config.batch.sequence_length * batch)
@@ -82,11 +86,11 @@ def run(
     if images:
         micro_batch = image_batch(config)
     else:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(engine.grid.data_rank)
         tokens = torch.randint(0, config.model.vocab_size, (batch, length + 1), generator=generator)
         micro_batch = project_batch(tokens)
 
-    with ProgressBar(total=WARM_UP + TIMED + steps + 1, unit="step") as bar:
+    with ProgressBar(total=WARM_UP + TIMED + steps + 1, unit="step", disable=not engine.grid.is_main) as bar:
 
         def next_step(words: str) -> float:
             bar.set_postfix_str(words)
@@ -104,6 +108,9 @@ def run(
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
                 profiled = 1e3 * sum(next_step("profiled") for _ in range(steps)) / steps
+    if not engine.grid.is_main:
+        engine.close()
+        return [], []
     if trace:
         profiler.export_chrome_trace(str(output / "profile.json.gz"))
     calls = list(_kernel_calls(profiler, device))
@@ -113,6 +120,7 @@ def run(
     parts, kernels = by_part(calls, steps, whole, max(0.0, whole - busy)), by_kernel(calls, steps, whole)
     engine.close()
     title = f"{config_file.stem}{''.join(f', {word}' for word in overrides)}, {length} x {batch}, {dtype}"
+    title += f", first of {processes} processes" if processes > 1 else ""
     print(table(parts, f"{title}, {milliseconds:.1f} ms per step ({profiled:.1f} with the profiler)"))
     print(table(kernels[:top], "the longest kernels" if device == "cuda" else "the longest operators"))
     write_csv(output / "profile_parts.csv", parts)
@@ -121,6 +129,13 @@ def run(
     plot_bars(output / "profile.png", bars, {"ms per step": "milliseconds per step"}, f"{title}, {machine()}")
     print(f"\n{output / 'profile_parts.csv'}, profile_kernels.csv and profile.png written")
     return parts, kernels
+
+
+def _local_device(name: str) -> str:
+    """Return the device of this process under torchrun. Raises ValueError for a GPU that the command line names."""
+    if name not in ("auto", "cpu"):
+        raise ValueError(f"--device {name}: under torchrun each process has its own GPU; auto and cpu are allowed")
+    return f"cuda:{os.environ['LOCAL_RANK']}" if name == "auto" and torch.cuda.is_available() else "cpu"
 
 
 def by_part(calls: Sequence[KernelCall], steps: int, whole: float, gap: float) -> list[dict[str, Any]]:

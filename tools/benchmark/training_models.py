@@ -94,8 +94,8 @@ def build(name: str, settings: Settings, device: torch.device) -> Training:
     return MODELS_UNDER_TEST[name](settings, device)
 
 
-def step_config(config: str | Path, overrides: Sequence[str], batch: int) -> Any:
-    """Return the configuration of one process with micro-batches of `batch` samples. An override may set several per step.
+def step_config(config: str | Path, overrides: Sequence[str], batch: int, world_size: int = 1) -> Any:
+    """Return the configuration with micro-batches of `batch` samples. An override may set several per step.
 
     Raises ConfigError if it is invalid.
     """
@@ -107,25 +107,26 @@ def step_config(config: str | Path, overrides: Sequence[str], batch: int) -> Any
         "batch.gradient_accumulation_steps=1",
         "batch.global_batch_size=null",
     ]
-    return load_config([config], [*settings, *overrides], model_type=ModelConfig, world_size=1)
+    return load_config([config], [*settings, *overrides], model_type=ModelConfig, world_size=world_size)
 
 
-def project_config(config: str, overrides: Sequence[str], length: int, batch: int) -> Any:
+def project_config(config: str, overrides: Sequence[str], length: int, batch: int, world_size: int = 1) -> Any:
     """Return the configuration with sequences of `length` tokens. Raises as `step_config`, and ValueError for a masked model."""
-    loaded = step_config(config, [f"batch.sequence_length={length}", *overrides], batch)
+    loaded = step_config(config, [f"batch.sequence_length={length}", *overrides], batch, world_size)
     if loaded.data.objective == "masked":
         raise ValueError(f"{config} trains a masked model: use `python -m tools.benchmark masked`")
     return loaded
 
 
 def project_engine(config: Any, device: torch.device, dtype: str) -> Any:
-    """Build the engine of train.py for this configuration and one process."""
+    """Build the engine of train.py for this configuration on this process's device."""
     from megatron_lite.parallel.grid import init_grid
     from tools.loading.engine import build_engine
 
     if device.index is not None:
         os.environ["LOCAL_RANK"] = str(device.index)  # the trainer and DeepSpeed select the GPU by it
-    return build_engine(config, init_grid(device.type), dtype)
+    sizes = {name: getattr(config.parallel, name) for name in ("tensor", "pipeline", "context")}
+    return build_engine(config, init_grid(device.type, **sizes), dtype)
 
 
 def project_batch(tokens: Tensor) -> dict[str, Tensor]:

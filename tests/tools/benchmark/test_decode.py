@@ -54,7 +54,7 @@ def test_the_index_of_a_gpu_reaches_the_models_and_the_timers(monkeypatch: pytes
     monkeypatch.setattr("megatron_lite.engine.precision.faster_dtype", lambda *_: "bf16")
     monkeypatch.setattr(decode, "_project_model", build)
     monkeypatch.setattr("tools.loading.engine.build_engine", build)
-    monkeypatch.setattr("megatron_lite.parallel.grid.init_grid", lambda kind: f"{kind}:{os.environ['LOCAL_RANK']}")
+    monkeypatch.setattr("megatron_lite.parallel.grid.init_grid", lambda kind, **_: f"{kind}:{os.environ['LOCAL_RANK']}")
     monkeypatch.setenv("LOCAL_RANK", "0")
     options = ["--config", "configs/default.yml", "--device", "cuda:1", "--output", str(tmp_path)]
     for words in (["decode", *options], ["profile", *options, "--shape", "32x2"]):
