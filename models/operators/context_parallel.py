@@ -8,8 +8,8 @@ four steps (`causal_over_ranks`), with S a state and b_t the sum of log decays u
 3. incoming state: S <- exp(b_last) S + (end state), over the previous ranks;
 4. correction: o_t = (local o)_t + q_t exp(b_t) S.
 
-The transition of the delta rule is a matrix (`affine_over_ranks`). Each rank computes the affine map of its shard, exchanges it,
-and then runs the operator from its incoming state.
+The transition of the delta rule is a matrix (`ShardMaps`). Each rank computes the affine map of its shard, exchanges it, and then
+runs the operator from its incoming state. Both steps share everything that does not depend on the state.
 
 All ranks build the same graph, so that their backward passes call the same collectives. A trainer sets the group from
 outside with `context_parallel`; this file does not depend on how the ranks communicate.
@@ -152,48 +152,67 @@ def causal_over_ranks(
     return o + correction(state, from_left).to(o.dtype), final.index_add(0, segments.first, first_decay * state)
 
 
-def affine_over_ranks(
-    group: ContextParallelGroup,
-    length: int,
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-    *,
-    shard_map: Callable[[Tensor | None], tuple[Tensor, Tensor]],
-    local: Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """Run a causal operator with matrix transitions on the local shard: the exchange first, then the operator.
+@dataclass(frozen=True)
+class ShardMaps:
+    """Compose the maps S <- M S + B of local shards, for a causal operator with matrix transitions.
 
-    A shard maps the state by S <- M S + B, and maps of shards compose. The backward pass composes their transposes.
-    cu_seqlens: [segments + 1] of the whole sequence, or None. initial_state: must be None.
-    shard_map: (tokens [length] bool, None for all) -> M [batch, ..., dim_k, dim_k] and B [batch, ..., dim_k, dim_v].
-    local: (cu_seqlens of the shard, initial states [batch or segments, ...]) -> outputs and final states.
-
-    Returns what `local` returns. Raises ValueError for an initial state.
+    M: [..., dim_k, dim_k]; B: [..., dim_k, dim_v], the state after the shard if the state before it is 0. For packed sequences
+    both belong to the last segment of the shard. segments: those of the local shard, None for one sequence.
     """
+
+    group: ContextParallelGroup
+    segments: ShardSegments | None
+
+    def incoming_state(self, transition: Tensor, end: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the state before the shard, and M of the following ranks for `outgoing_gradient`; (M, B) of this shard.
+
+        The state is 0 where no segment continues into the shard. Differentiable.
+        """
+        if self.segments is not None:
+            transition = transition * self.segments.from_left[-1]
+        ranks = all_gather_states(self.group, transition, end)
+        state = zeros_with_grad(ranks[0][1])
+        for matrix, rest in ranks[: self.group.index]:
+            state = matrix @ state + rest
+        return self._of_first_segment(state), [matrix for matrix, _ in ranks[self.group.index + 1 :]]
+
+    def outgoing_gradient(self, following: list[Tensor], gradient: Tensor) -> Tensor:
+        """Return the gradient of the state after the shard, from the following ranks, for a backward pass without autograd.
+
+        following: M of these ranks. gradient: that of the incoming state, without the following ranks.
+        """
+        rows = self.group.gather(self._of_first_segment(gradient)).unbind(0)
+        total = torch.zeros_like(gradient)
+        for matrix, row in zip(reversed(following), reversed(rows[self.group.index + 1 :]), strict=True):
+            total = matrix.mT @ total + row
+        return total
+
+    def _of_first_segment(self, state: Tensor) -> Tensor:
+        return state if self.segments is None else state * self.segments.from_left[0]
+
+
+def shard_maps(
+    length: int, cu_seqlens: Tensor | None, initial_state: Tensor | None
+) -> tuple[ShardMaps | None, Tensor | None]:
+    """Return the maps of local shards of `length` tokens, None without context parallelism, and cu_seqlens of this shard.
+
+    cu_seqlens: [segments + 1] of the whole sequence, or None. Raises ValueError for an initial state under context parallelism.
+    """
+    group = context_parallel_group()
+    if group is None:
+        return None, cu_seqlens
     if initial_state is not None:
         refuse_state()
     if cu_seqlens is None:
-        transition, end = shard_map(None)
-        (state,) = incoming_states(group, (end, transition), apply=torch.matmul)
-        return local(None, state)
+        return ShardMaps(group, None), None
     segments = shard_segments(cu_seqlens, length, group)
-    in_last = torch.arange(length, device=cu_seqlens.device) >= segments.cu_seqlens[segments.last]
-    transition, end = shard_map(in_last)
-    (state,) = incoming_states(group, (end, transition * segments.from_left[-1]), apply=torch.matmul)
-    initial = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:])
-    initial = initial.index_copy(0, segments.first, state * segments.from_left[0])
-    return local(segments.cu_seqlens, initial)
+    return ShardMaps(group, segments), segments.cu_seqlens
 
 
-def incoming_states(
-    group: ContextParallelGroup,
-    *directions: tuple[Tensor, Tensor],
-    apply: Callable[[Tensor, Tensor], Tensor] = torch.mul,
-) -> list[Tensor]:
+def incoming_states(group: ContextParallelGroup, *directions: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Return the state that reaches the local shard in each direction: S <- decay S + end state, over the preceding ranks.
 
     directions: (end state, total decay) of the local shard. The first runs from rank 0 to the last, the second back.
-    apply: (total decay, S) -> the decayed S; torch.matmul if the decay is a matrix.
     """
     ranks = all_gather_states(group, *(x for direction in directions for x in direction))
     states = []
@@ -201,7 +220,7 @@ def incoming_states(
         state = zeros_with_grad(ranks[0][2 * number])
         for rank in preceding:
             end, decay = rank[2 * number : 2 * number + 2]
-            state = apply(decay, state) + end
+            state = decay * state + end
         states.append(state)
     return states
 

@@ -14,7 +14,7 @@ from tests.models.rank_threads import over_ranks
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("metala", "metala_bidirectional", "gla", "retnet", "mamba2", "mamba", "hgrn", "rwkv4")),
-    *((name, {}) for name in ("linear_attention", "lion", "rg_lru")),
+    *((name, {}) for name in ("linear_attention", "lion", "rg_lru", "delta_net", "gated_delta_net", "kda")),
     *(("lion", {"variant": variant, "causal": False}) for variant in ("s", "d", "lit", "lstm")),
     *(("lion", {"decay_per": "channel", "causal": causal}) for causal in (True, False)),
 ]

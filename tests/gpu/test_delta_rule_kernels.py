@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from models.operators.delta_rule.delta_rule import delta_rule
 from models.operators.delta_rule.select_kernel import Kernel, select_kernel
 from models.operators.delta_rule.softplus_decay import SoftplusDecay
+from tests.models.rank_threads import over_ranks
 
 
 @pytest.mark.parametrize("decay", [0.1, 4.0, 19.0])
@@ -36,6 +37,41 @@ def test_groups_of_chunks_equal_the_chunked_form(bounds: list[int] | None, per_c
 def test_decay_gate_equals_the_chunked_form(decay: float) -> None:
     """Whole chunks, as in training."""
     check(1024, 128, 128, torch.bfloat16, True, decay, None, gate=True)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("bounds", [None, [0, 4096, 8192], [0, 1000, 1000, 6000, 8192]])
+def test_local_shards_equal_the_whole_sequence(bounds: list[int] | None, per_channel: bool) -> None:
+    """Two ranks, with four groups of chunks each. The states last for long."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    length, heads, dim = 8192, 2, 128
+    channels = (dim,) if per_channel else ()
+    q, k = (F.normalize(random(1, length, heads, dim), dim=-1).bfloat16() for _ in range(2))
+    v, d_o = (random(1, length, heads, dim).bfloat16() for _ in range(2))
+    logits, bias = random(1, length, heads, *channels).bfloat16(), random(heads, *channels)
+    beta, a_log = random(1, length, heads).sigmoid(), torch.full([heads], 2e-3, device="cuda").log()
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, device="cuda")
+
+    def run(index: int, count: int) -> list[torch.Tensor]:
+        parts = [x.chunk(count, 1)[index].detach().requires_grad_() for x in (q, k, v, beta, logits)]
+        gates = [x.clone().requires_grad_() for x in (a_log, bias)]
+        o, _ = delta_rule(*parts[:3], SoftplusDecay(parts[4], *gates), parts[3], cu_seqlens=cu_seqlens)
+        loss = (o.float() * d_o.chunk(count, 1)[index].float()).sum()
+        # Run the backward pass in the calling thread. A device has one backward thread, and the ranks wait for one another.
+        with torch.autograd.set_multithreading_enabled(False):
+            return [o.detach(), *torch.autograd.grad(loss, [*parts, *gates])]
+
+    expected = run(0, 1)
+    pieces = [list(x) for x in zip(*over_ranks(2, lambda index: run(index, 2)), strict=True)]
+    actual = [*(torch.cat(x, 1) for x in pieces[:6]), *(sum(x) for x in pieces[6:])]
+    names = "o", "dq", "dk", "dv", "d beta", "d logits", "d a_log", "d bias"
+    for name, got, wanted in zip(names, actual, expected, strict=True):
+        error = ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+        assert error < (1e-2 if name == "o" else 2e-2), (name, error)
 
 
 def check(

@@ -5,7 +5,10 @@ With S the state before a chunk, dS' the gradient of the state after it, and the
     dN = P^T do + k_end dS'            dS = e^B dS' + q_start^T do - w^T dN
 One program per head and block of values goes through the chunks in order. Where these are few, the chunks are divided into
 groups: the state after a group is M S + R, and the gradient before it M^T dS' + R', with M, R and R' from all groups at once
-(MAPS). `compose_kernel` finds the state at the edge of every group, and the groups then run at once.
+(MAPS). `compose_kernel` finds the state at the edge of every group, and the groups then run at once. Under context parallelism
+the maps of the groups also give the map of the local shard.
+Packed sequences: no kernel resets the state before the first chunk or the gradient after the last one. These are zero, or belong
+to a sequence that continues on another rank.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ def states_forward_kernel(
     state = tl.zeros([BK, BV], tl.float32)
     if MAPS:
         state += ((ck[:, None] == cv[None, :]) & (of_matrix == 1)).to(tl.float32)
-    elif GROUPS > 1:
+    elif group_edge is not None:
         state = tl.load(state_at(group_edge, bh * GROUPS + group, ck, cv, V, K), mask=inside, other=0.0)
     elif EDGE and not PACKED:
         state = tl.load(state_at(edge, bh, ck, cv, V, K), mask=inside, other=0.0)
@@ -49,7 +52,7 @@ def states_forward_kernel(
         start, end = chunk_of(table, n, T, C, PACKED)
         if PACKED:
             at, flags = tl.load(table + n * 4 + 2) * H + bh % H, tl.load(table + n * 4 + 3)
-            state = tl.where((flags & 1) != 0, 0.0, state)
+            state = tl.where(((flags & 1) != 0) & (n > 0), 0.0, state)
             if EDGE:
                 first = ((flags & 1) != 0) & (of_matrix == 0)
                 state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & first, other=0.0)
@@ -98,9 +101,11 @@ def states_backward_kernel(
     b = place(b, bh, T, H, K if PER_CHANNEL else 1)
     do, d_updates = place(do, bh, T, H, V), place(d_updates, bh, T, H, V)
     state = tl.zeros([BK, BV], tl.float32)
-    if GROUPS > 1 and not MAPS:
+    if MAPS:
+        pass
+    elif group_edge is not None:
         state = tl.load(state_at(group_edge, bh * GROUPS + group, ck, cv, V, K), mask=inside, other=0.0)
-    elif EDGE and not PACKED and not MAPS:
+    elif EDGE and not PACKED:
         state = tl.load(state_at(edge, bh, ck, cv, V, K), mask=inside, other=0.0)
     chunks = _chunks(table, N, PACKED)
     size = (chunks + GROUPS - 1) // GROUPS
@@ -110,7 +115,7 @@ def states_backward_kernel(
         start, end = chunk_of(table, n, T, C, PACKED)
         if PACKED:
             at, flags = tl.load(table + n * 4 + 2) * H + bh % H, tl.load(table + n * 4 + 3)
-            state = tl.where((flags & 2) != 0, 0.0, state)
+            state = tl.where(((flags & 2) != 0) & (n < chunks - 1), 0.0, state)
             if EDGE:
                 state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & ((flags & 2) != 0), other=0.0)
         after = state.to(rounded)
@@ -133,7 +138,7 @@ def states_backward_kernel(
             tl.store(state_at(leave, at, ck, cv, V, K), state, mask=inside & ((flags & 1) != 0))
         if PACKED and MAPS:
             # Nothing passes from a sequence to the one before it, which may end with the group before.
-            state = tl.where((flags & 1) != 0, 0.0, state)
+            state = tl.where(((flags & 1) != 0) & (n > 0), 0.0, state)
     if MAPS:
         tl.store(state_at(group_edge, bh * GROUPS + group, ck, cv, V, K), state, mask=inside)
     elif LEAVE and not PACKED:

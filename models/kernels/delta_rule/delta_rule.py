@@ -10,8 +10,8 @@ Reference: `models/operators/delta_rule/chunked.py`. Equations: arXiv 2406.06484
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ..primitives import sum_parts
 from .chunk_output import key_gradient_kernel, output_kernel, state_gradient_kernel, value_gradient_kernel
 from .chunk_state import compose_kernel, states_backward_kernel, states_forward_kernel
 from .wy import channel_decay_kernel, diagonal_kernel, head_decay_kernel, inverse_kernel, scores_kernel, wy_kernel
+
+if TYPE_CHECKING:
+    from ...operators.context_parallel import ShardMaps
 
 LARGEST_KEY = 256
 # Tokens per diagonal block of the triangular solve, and channels per tile.
@@ -36,7 +39,8 @@ _PROGRAMS, _MOST_GROUPS, _GROUP = 256, 8, 16
 class DeltaRuleCase:
     """Hold everything that decides how the kernels are compiled and launched.
 
-    segments: 0 for unpacked sequences. gate: the dtypes of a_log and bias, None for given log decays.
+    segments: 0 for unpacked sequences. gate: the dtypes of a_log and bias, None for given log decays. sharded: under context
+    parallelism.
     """
 
     device: int
@@ -50,6 +54,7 @@ class DeltaRuleCase:
     per_channel: bool
     segments: int
     gate: tuple[torch.dtype, torch.dtype] | None
+    sharded: bool
 
     @property
     def rows(self) -> int:
@@ -70,7 +75,12 @@ class DeltaRuleCase:
         """Return the groups of chunks that are processed at once."""
         programs = self.rows * -(-self.dim_v // _TILE)
         groups = min(_MOST_GROUPS, _PROGRAMS // programs, self.chunks // _GROUP)
-        return groups if groups >= 4 else 1
+        return max(1, groups) if groups >= 4 or self.sharded else 1
+
+    @property
+    def maps(self) -> bool:
+        """Return whether the maps of groups are computed: for several groups, or for the map of the local shard."""
+        return self.groups > 1 or self.sharded
 
     @property
     def blocks(self) -> int:
@@ -100,12 +110,14 @@ def delta_rule(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     gate: tuple[Tensor, Tensor] | None = None,
+    shards: ShardMaps | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `models.operators.delta_rule.delta_rule.delta_rule` with erase = write = beta, [batch, length, heads].
 
     q, k and v have one dtype. log_decay: [batch, length, heads], or [..., head_dim_k]; below -20 it counts as -20.
     gate: (a_log [heads], bias [heads, head_dim_k]); `log_decay` then holds logits [batch, length, heads, head_dim_k] of q's
-    dtype, whose log decays are -exp(a_log) softplus(log_decay + bias). Returns o and the final state in float32.
+    dtype, whose log decays are -exp(a_log) softplus(log_decay + bias). shards: the arguments are a local shard, without an
+    initial state. Returns o and the final state in float32.
 
     Raises ValueError for head_dim_k above 256, for other dtypes than float16 and bfloat16 (float32 runs in Triton's
     interpreter only), and without tokens.
@@ -121,11 +133,11 @@ def delta_rule(
     batch, length, heads, dim_k = q.shape
     case = DeltaRuleCase(
         q.get_device(), batch, length, heads, dim_k, v.shape[-1], v.dtype, float(scale), log_decay.dim() == 4, segments,
-        None if gate is None else (gate[0].dtype, gate[1].dtype),
+        None if gate is None else (gate[0].dtype, gate[1].dtype), shards is not None,
     )  # fmt: skip
     initial = None if initial_state is None else initial_state.float()
     decay = log_decay.float() if gate is None else log_decay.to(q.dtype)
-    return _DeltaRule.apply(q, k, v, decay, beta.float(), *(gate or (None, None)), initial, cu_seqlens, case)
+    return _DeltaRule.apply(q, k, v, decay, beta.float(), *(gate or (None, None)), initial, cu_seqlens, shards, case)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -141,6 +153,7 @@ class _DeltaRule(torch.autograd.Function):
         bias: Tensor | None,
         initial: Tensor | None,
         cu_seqlens: Tensor | None,
+        shards: ShardMaps | None,
         case: DeltaRuleCase,
     ) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
@@ -156,31 +169,40 @@ class _DeltaRule(torch.autograd.Function):
         launch["inverse"](systems, diagonals, inverse)
         del systems, diagonals
         final = edge_states(case.state_shape, case.segments > 0, initial, v.device)
-        x = _states(case, q, k, v, b, beta, inverse, initial, table, final, _Groups(None, None))
+        x = _states(case, q, k, v, b, beta, inverse, initial, table, final, None, shards)
         o = torch.empty_like(v)
         launch["output"](x.q_start, scores, x.updates, x.states, table, o)
-        ctx.save_for_backward(q, k, v, g, beta, a_log, bias, initial, table, scores, inverse, *x.groups)
-        ctx.case = case
+        groups = () if x.groups is None else (x.groups.matrix, x.groups.edge, *x.groups.following)
+        ctx.save_for_backward(q, k, v, g, beta, a_log, bias, initial, table, scores, inverse, *groups)
+        ctx.case, ctx.shards = case, shards
         ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, a_log, bias, initial, table, scores, inverse, *groups = ctx.saved_tensors
+        q, k, v, g, beta, a_log, bias, initial, table, scores, inverse, *saved = ctx.saved_tensors
         case: DeltaRuleCase = ctx.case
         do = torch.zeros_like(v) if do is None else aligned(do)
         d_final = None if d_final is None else aligned(d_final)
         b, levels = _cumulative_decay(case, g, a_log, bias, table)
-        x = _states(case, q, k, v, b, beta, inverse, initial, table, None, _Groups(*groups))
+        groups = _Groups(saved[0], saved[1], saved[2:]) if saved else None
+        x = _states(case, q, k, v, b, beta, inverse, initial, table, None, groups, None)
         d_states, d_updates = torch.empty_like(x.states), torch.empty_like(x.updates)
         d_initial = None if initial is None else edge_states(case.state_shape, case.segments > 0, d_final, v.device)
-        group_edge = None
         given = do, scores, x.q_start, x.k_end, x.w, b, d_final
-        if x.groups.matrix is not None and x.groups.edge is not None:
-            rest, group_edge = (torch.empty_like(x.groups.edge) for _ in range(2))
+        group_edge = None
+        if groups is not None:
+            rest = torch.empty_like(groups.edge)
             _scan_launch(case, True, d_final is not None, False, True)(*given, rest, table, None, d_updates, None)
-            _compose_launch(case, True, d_final is not None)(x.groups.matrix, rest, d_final, group_edge)
+            # The gradients of packed final states are in R'.
+            edge = None if case.segments else d_final
+            group_edge = _compose(case, True, groups.matrix, rest, edge)
+            if ctx.shards is not None:
+                d_start = torch.baddbmm(rest[:, 0], groups.matrix[:, 0].mT, group_edge[:, 0])
+                d_end = ctx.shards.outgoing_gradient(groups.following, d_start)
+                edge = d_end if edge is None else d_end + edge.view_as(d_end)
+                group_edge = _compose(case, True, groups.matrix, rest, edge)
         states_backward = _scan_launch(case, True, d_final is not None, d_initial is not None, False)
         states_backward(*given, group_edge, table, d_states, d_updates, d_initial)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -207,14 +229,15 @@ class _DeltaRule(torch.autograd.Function):
             d_rate, d_bias = sum_parts(d_gate, torch.float32).view(2, *bias.shape)
             d_a_log, d_bias = d_rate.sum(1).to(a_log.dtype), d_bias.to(bias.dtype)
         dg = dg if case.per_channel else dg.sum(0)
-        return dq, dk, dv, dg, d_beta.sum(0), d_a_log, d_bias, d_initial, None, None
+        return dq, dk, dv, dg, d_beta.sum(0), d_a_log, d_bias, d_initial, None, None, None
 
 
 class _Groups(NamedTuple):
-    """Hold M of every group of chunks and the state before it, float32; None for one group, or before both are known."""
+    """Hold M of every group of chunks, the state before every group, and M of the following ranks' shards, float32."""
 
-    matrix: Tensor | None
-    edge: Tensor | None
+    matrix: Tensor
+    edge: Tensor
+    following: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -226,7 +249,7 @@ class _States:
     k_end: Tensor
     updates: Tensor
     states: Tensor
-    groups: _Groups
+    groups: _Groups | None
 
 
 def _states(
@@ -240,25 +263,51 @@ def _states(
     initial: Tensor | None,
     table: Tensor | None,
     final: Tensor | None,
-    groups: _Groups,
+    groups: _Groups | None,
+    shards: ShardMaps | None,
 ) -> _States:
+    """Return the tensors between chunks. groups: those of the forward pass, in the backward pass."""
     w, q_start, k_end = (torch.empty_like(q, dtype=case.factor_dtype) for _ in range(3))
     # The updates replace u.
     updates = torch.empty_like(v, dtype=case.factor_dtype)
     _launches(case)["wy"](q, k, v, b, beta, table, inverse, w, updates, q_start, k_end)
     states = q.new_empty(case.rows, case.chunks, case.dim_k, case.dim_v, dtype=case.factor_dtype)
     edge = initial is not None
-    if case.groups > 1 and groups.edge is None:
-        shape = case.rows, case.groups, case.dim_k
-        matrix = q.new_empty(*shape, case.dim_k, dtype=torch.float32)
-        rest, group_edge = (q.new_empty(*shape, case.dim_v, dtype=torch.float32) for _ in range(2))
-        maps = _scan_launch(case, False, edge, False, True)
-        maps(w, updates, k_end, b, initial, rest, matrix, table, None, updates, None)
-        _compose_launch(case, False, edge)(matrix, rest, initial, group_edge)
-        groups = _Groups(matrix, group_edge)
+    if case.maps and groups is None:
+        groups = _groups(case, w, updates, k_end, b, initial, table, shards)
     scan = _scan_launch(case, False, edge, final is not None, False)
-    scan(w, updates, k_end, b, initial, groups.edge, None, table, states, updates, final)
+    scan(w, updates, k_end, b, initial, None if groups is None else groups.edge, None, table, states, updates, final)
     return _States(w, q_start, k_end, updates, states, groups)
+
+
+def _groups(
+    case: DeltaRuleCase,
+    w: Tensor,
+    u: Tensor,
+    k_end: Tensor,
+    b: Tensor,
+    initial: Tensor | None,
+    table: Tensor | None,
+    shards: ShardMaps | None,
+) -> _Groups:
+    shape = case.rows, case.groups, case.dim_k
+    matrix, rest = (w.new_empty(*shape, size, dtype=torch.float32) for size in (case.dim_k, case.dim_v))
+    maps = _scan_launch(case, False, initial is not None, False, True)
+    maps(w, u, k_end, b, initial, rest, matrix, table, None, u, None)
+    # Packed initial states are in R.
+    edge = _compose(case, False, matrix, rest, None if case.segments else initial)
+    if shards is None:
+        return _Groups(matrix, edge, [])
+    end = torch.baddbmm(rest[:, -1], matrix[:, -1], edge[:, -1])
+    state, following = shards.incoming_state(reduce(lambda m, group: group @ m, matrix.unbind(1)), end)
+    return _Groups(matrix, _compose(case, False, matrix, rest, state), following)
+
+
+def _compose(case: DeltaRuleCase, backward: bool, matrix: Tensor, rest: Tensor, edge: Tensor | None) -> Tensor:
+    """Return the state before every group (backward: its gradient after it), from M, R and the state at the edge of all."""
+    group_edge = torch.empty_like(rest)
+    _compose_launch(case, backward, edge is not None)(matrix, rest, edge, group_edge)
+    return group_edge
 
 
 def _cumulative_decay(
@@ -342,8 +391,8 @@ def _scan_launch(case: DeltaRuleCase, backward: bool, edge: bool, leave: bool, m
 
 @lru_cache(4096)
 def _compose_launch(case: DeltaRuleCase, backward: bool, edge: bool) -> Launch:
-    """Return the launch of the states at the edges of groups. Packed sequences begin and end inside groups."""
+    """Return the launch of the states at the edges of groups."""
     return Launch(
-        compose_kernel, (-(-case.dim_v // 32), case.rows), case.dim_k, case.dim_v, _TILE, 32, edge and not case.segments,
-        case.groups, backward, num_warps=4, num_stages=1,
+        compose_kernel, (-(-case.dim_v // 32), case.rows), case.dim_k, case.dim_v, _TILE, 32, edge, case.groups,
+        backward, num_warps=4, num_stages=1,
     )  # fmt: skip

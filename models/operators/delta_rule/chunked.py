@@ -27,6 +27,7 @@ from torch import Tensor
 from ...backend import disable_compile
 from ...recompute import recomputed
 from ..chunks import cut, join, place_segments, walk
+from ..context_parallel import ShardMaps
 from ..cumulative_decay import pairwise_decay, sum_after
 from ..gla.select_kernel import plan_chunks
 from .select_kernel import Operands
@@ -35,8 +36,13 @@ Runs = list[tuple[int, int]] | None
 
 
 @disable_compile
-def chunked_form(x: Operands, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return outputs and final states of the operator. state: [sequences, heads, head_dim_k, head_dim_v]."""
+def chunked_form(
+    x: Operands, state: Tensor, cu_seqlens: Tensor | None, shards: ShardMaps | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and final states of the operator. state: [sequences, heads, head_dim_k, head_dim_v].
+
+    shards: the first sequence begins in the incoming state of the local shard instead.
+    """
     length = x.q.shape[1]
     if length == 0:
         return x.written, state
@@ -45,28 +51,15 @@ def chunked_form(x: Operands, state: Tensor, cu_seqlens: Tensor | None) -> tuple
         bounds = None if cu_seqlens is None else [int(edge) for edge in cu_seqlens.tolist()]
         index, runs = place_segments(bounds, chunk, x.q.device)
         x = _cut(x, chunk, index)
-        states, updates, final = _scan(_wy(x, fits), state, runs)
+        wy = _wy(x, fits)
+        if shards is not None:
+            incoming, _ = shards.incoming_state(*_affine_map(wy, runs))
+            state = incoming if shards.segments is None else state.index_copy(0, shards.segments.first, incoming)
+        states, updates, final = _scan(wy, state, runs)
         o = (x.q * x.log_decay.cumsum(3).exp()) @ states + _scores(x.q, x.removal, x.log_decay, fits) @ updates
         if x.removal is not x.k:
             o = o + _scores(x.q, x.k, x.log_decay, fits) @ x.written
         return join(o, length, index), final
-
-
-@disable_compile
-def affine_form(x: Operands) -> tuple[Tensor, Tensor]:
-    """Return (M, B) with final state = M (initial state) + B, of one sequence per batch row.
-
-    M: [batch, heads, head_dim_k, head_dim_k]; B: [batch, heads, head_dim_k, head_dim_v].
-    """
-    batch, _, heads, dim = x.k.shape
-    identity = torch.eye(dim, dtype=x.k.dtype, device=x.k.device).expand(batch, heads, dim, dim)
-    with _without_autocast(x.q):
-        chunk, fits = plan_chunks(x.log_decay)
-        # The first columns of the state start as the identity, and their values are 0.
-        x = replace(_cut(x, chunk, None), written=F.pad(cut(x.written, chunk, None), (dim, 0)))
-        state = F.pad(identity, (0, x.written.shape[-1] - dim))
-        _, _, final = _scan(_wy(x, fits), state, None)
-    return final[..., :dim], final[..., dim:]
 
 
 @dataclass(frozen=True)
@@ -126,6 +119,19 @@ def _scan(c: _Chunks, state: Tensor, runs: Runs) -> tuple[Tensor, Tensor, Tensor
                 s = s + c.added[:, :, n]
         finals.append(s)
     return torch.stack(states, 2), torch.stack(updates, 2), torch.cat(finals)
+
+
+def _affine_map(c: _Chunks, runs: Runs) -> tuple[Tensor, Tensor]:
+    """Return (M, B) with final state = M (initial state) + B, of the last sequence that has a token.
+
+    M: [batch, heads, head_dim_k, head_dim_k]; B: [batch, heads, head_dim_k, head_dim_v].
+    """
+    dim = c.w.shape[-1]
+    # The first columns of the state begin as the identity, and their values are 0.
+    state = torch.eye(dim, dim + c.u.shape[-1], dtype=c.u.dtype, device=c.u.device).expand(*c.u.shape[:2], -1, -1)
+    c = replace(c, u=F.pad(c.u, (dim, 0)), added=None if c.added is None else F.pad(c.added, (dim, 0)))
+    _, _, final = _scan(c, state, None if runs is None else [run for run in runs if run[0] < run[1]][-1:])
+    return final[..., :dim], final[..., dim:]
 
 
 def _read_scores(x: Operands, y: Tensor, fits: bool) -> Tensor:

@@ -7,14 +7,11 @@ arXiv 2406.06484, 2412.06464, 2510.26692. `select_kernel.py` says which kernel c
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...backend import disable_compile
-from ..context_parallel import affine_over_ranks, context_parallel_group
-from ..varlen import without_padding
-from .chunked import affine_form, chunked_form
+from ..context_parallel import ShardMaps, shard_maps
+from .chunked import chunked_form
 from .naive import recurrent_form
 from .select_kernel import Kernel, check_arguments, initial, operands, select_kernel
 from .softplus_decay import SoftplusDecay
@@ -57,44 +54,23 @@ def delta_rule(
     is that of the whole. There is no initial state then. The final states are those of the shard's segments at its end.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    group = context_parallel_group()
+    shards, cu_seqlens = shard_maps(q.shape[1], cu_seqlens, initial_state)
+    kernel = select_kernel(q, k, v, erase, write, removal_key, cu_seqlens)
     if isinstance(log_decay, SoftplusDecay):
-        in_kernel = group is None and log_decay.per_channel and log_decay.logits.dtype == q.dtype
-        if in_kernel and select_kernel(q, k, v, erase, write, removal_key, cu_seqlens) is Kernel.TRITON:
-            check_arguments(q, k, v, log_decay.logits, erase, write, removal_key, initial_state, cu_seqlens)
-            o, final = triton_form(q, k, v, log_decay, erase, scale, initial_state, cu_seqlens)
-            return o, final if output_final_state else None
-        log_decay = log_decay.value()
-
-    def local(cu_seqlens: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        check_arguments(q, k, v, log_decay, erase, write, removal_key, initial_state, cu_seqlens)
-        kernel = select_kernel(q, k, v, erase, write, removal_key, cu_seqlens)
-        if kernel is Kernel.TRITON:
-            return triton_form(q, k, v, log_decay, erase, scale, initial_state, cu_seqlens)
-        x = operands(q, k, v, log_decay, erase, write, removal_key, scale)
-        form = recurrent_form if kernel is Kernel.RECURRENT else chunked_form
-        o, final = form(x, initial(x, initial_state, cu_seqlens), cu_seqlens)
-        return o.to(v.dtype), final
-
-    def shard_map(tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        check_arguments(q, k, v, log_decay, erase, write, removal_key, None, None)
-        mask = None if tokens is None else tokens.unsqueeze(0)
-        decay = None if log_decay is None else without_padding(mask, log_decay)[0]
-        erased = without_padding(mask, erase)[0]
-        if select_kernel(q, k, v, erase, write, removal_key, None) is Kernel.TRITON:
-            # The first columns of the state start as the identity, and their values are 0.
-            dim = k.shape[-1]
-            identity = torch.eye(dim, v.shape[-1] + dim, device=k.device).expand(k.shape[0], k.shape[2], -1, -1)
-            _, final = triton_form(q, k, F.pad(v, (dim, 0)), decay, erased, scale, identity, None)
-            return final[..., :dim], final[..., dim:]
-        written = None if write is None else without_padding(mask, write)[0]
-        return affine_form(operands(q, k, v, decay, erased, written, removal_key, scale))
-
-    if group is None:
-        o, final = local(cu_seqlens, initial_state)
+        in_kernel = kernel is Kernel.TRITON and log_decay.per_channel and log_decay.logits.dtype == q.dtype
+        log_decay = log_decay if in_kernel else log_decay.value()
+    decay = log_decay.logits if isinstance(log_decay, SoftplusDecay) else log_decay
+    check_arguments(q, k, v, decay, erase, write, removal_key, initial_state, cu_seqlens)
+    if kernel is Kernel.TRITON:
+        o, final = triton_form(q, k, v, log_decay, erase, scale, initial_state, cu_seqlens, shards)
     else:
-        o, final = affine_over_ranks(group, q.shape[1], cu_seqlens, initial_state, shard_map=shard_map, local=local)
-    return o, final if output_final_state else None
+        x = operands(q, k, v, decay, erase, write, removal_key, scale)
+        state = initial(x, initial_state, cu_seqlens)
+        if kernel is Kernel.RECURRENT and shards is None:
+            o, final = recurrent_form(x, state, cu_seqlens)
+        else:
+            o, final = chunked_form(x, state, cu_seqlens, shards)
+    return o.to(v.dtype), final if output_final_state else None
 
 
 @disable_compile
@@ -107,12 +83,13 @@ def triton_form(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    shards: ShardMaps | None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and final states by `models.kernels.delta_rule`."""
     from ...kernels.delta_rule.delta_rule import delta_rule as kernel
 
     if isinstance(log_decay, SoftplusDecay):
         logits, a_log, dt_bias = log_decay
-        return kernel(q, k, v, logits, beta, scale, initial_state, cu_seqlens, (a_log, dt_bias))
+        return kernel(q, k, v, logits, beta, scale, initial_state, cu_seqlens, (a_log, dt_bias), shards)
     decay = beta.new_zeros(beta.shape) if log_decay is None else log_decay
-    return kernel(q, k, v, decay, beta, scale, initial_state, cu_seqlens)
+    return kernel(q, k, v, decay, beta, scale, initial_state, cu_seqlens, shards=shards)

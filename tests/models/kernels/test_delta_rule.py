@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from models.operators.context_parallel import shard_maps
 from models.operators.delta_rule.naive import recurrent_form
 from models.operators.delta_rule.select_kernel import initial, operands
-from tests.models.kernels.conftest import apart
+from tests.models.kernels.conftest import Replace, apart
+from tests.models.rank_threads import over_ranks
 
 # A token's log decay, as a multiple of a uniform number.
 DECAYS = {"none": 0.0, "mild": 0.1, "middling": 4.0, "strong": 19.0}
@@ -126,6 +134,106 @@ def test_groups_of_chunks(
     monkeypatch.setattr(kernels, "_GROUP", 1)
     monkeypatch.setattr(kernels, "_MOST_GROUPS", 4)
     check((1, length, 1, 16, 24), per_channel, "none", cu_seqlens, states, strength=0.1)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
+    """Count the launches of every kernel per thread. The interpreter runs one kernel at once."""
+    from models.kernels.launch import Launch
+
+    lock, launch, counters = threading.Lock(), Launch.__call__, {}
+
+    def call(self: Any, *pointers: Tensor | None) -> None:
+        with lock:
+            counters.setdefault(threading.current_thread().name, Counter())[self._kernel.__name__] += 1
+            launch(self, *pointers)
+
+    monkeypatch.setattr(Launch, "__call__", call)
+    return counters
+
+
+def shard_results(
+    length: int, bounds: list[int] | None, per_channel: bool, decay: str
+) -> Callable[[int, int], list[Tensor]]:
+    """Return a function (index, count) -> outputs, final states and gradients of a shard; with a loss on the final states."""
+    from models.kernels.delta_rule.delta_rule import delta_rule
+
+    generator = torch.Generator().manual_seed(length)
+    q, k = (F.normalize(torch.randn(1, length, 1, 16, generator=generator), dim=-1) for _ in range(2))
+    v, d_o = (torch.randn(1, length, 1, 24, generator=generator) for _ in range(2))
+    g = -DECAYS[decay] * torch.rand(q.shape if per_channel else q.shape[:3], generator=generator)
+    # The states last for long.
+    beta = 0.1 * torch.rand(1, length, 1, generator=generator)
+    ends = torch.tensor([length] if bounds is None else bounds[1:])
+    d_final = torch.randn(len(ends), 1, 16, 24, generator=generator)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+
+    def run(index: int, count: int) -> list[Tensor]:
+        leaves = [x.chunk(count, 1)[index].clone().requires_grad_() for x in (q, k, v, g, beta)]
+        shards, local = shard_maps(length // count, cu_seqlens, None)
+        o, final = delta_rule(*(apart(x) for x in leaves), 0.3, None, local, shards=shards)
+        # The final state of a sequence belongs to the rank of its last token.
+        last = (ends - 1).clamp_min(0) // (length // count) == index
+        loss = (apart(o) * d_o.chunk(count, 1)[index]).sum() + (final * d_final * last[:, None, None, None]).sum()
+        return [o.detach(), *torch.autograd.grad(loss, leaves), (final * last[:, None, None, None]).detach()]
+
+    return run
+
+
+@pytest.fixture
+def groups(replace: Replace) -> Callable[[int], None]:
+    """Return a function that sets the largest number of groups of chunks."""
+    from models.kernels.delta_rule import delta_rule as kernels
+
+    cached = [kernels._launches, kernels._scan_launch, kernels._compose_launch]
+    return lambda most: replace(kernels, cached, _GROUP=1, _MOST_GROUPS=most)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("most_groups", [1, 4])
+@pytest.mark.parametrize(
+    ("length", "bounds", "decay"),
+    [
+        (501, None, "none"),
+        (390, None, "strong"),
+        (576, [0, 576], "none"),
+        (576, [0, 192, 192, 384, 576, 576], "none"),
+        (576, [0, 0, 70, 448, 500, 576, 576], "none"),
+        (576, [0, 256, 320, 570, 576], "none"),
+    ],
+)
+@pytest.mark.usefixtures("launches")
+def test_local_shards_equal_the_whole_sequence(
+    length: int,
+    bounds: list[int] | None,
+    decay: str,
+    most_groups: int,
+    per_channel: bool,
+    groups: Callable[[int], None],
+) -> None:
+    """Sequences begin and end with a shard, inside shards and groups, and continue over two or all shards."""
+    groups(most_groups)
+    run = shard_results(length, bounds, per_channel, decay)
+    expected = run(0, 1)
+    parts = [list(x) for x in zip(*over_ranks(3, lambda index: run(index, 3)), strict=True)]
+    actual = [*(torch.cat(x, 1) for x in parts[:-1]), sum(parts[-1])]
+    for name, got, wanted in zip(("o", "dq", "dk", "dv", "dg", "d beta", "final"), actual, expected, strict=True):
+        assert ((got - wanted).norm() / wanted.norm()).item() < 2e-5, name
+
+
+def test_context_parallelism_launches_the_kernels_of_one_rank(
+    launches: dict[str, Counter[str]], groups: Callable[[int], None]
+) -> None:
+    """Only the composition of the groups' maps runs a second time per pass."""
+    groups(4)
+    run = shard_results(512, None, True, "mild")
+    run(0, 1)
+    (one_rank,) = (Counter(counter) for counter in launches.values())
+    launches.clear()
+    over_ranks(2, lambda index: run(index, 2))
+    assert one_rank["wy_kernel"] == 2
+    assert one_rank["compose_kernel"] == 2
+    assert list(launches.values()) == [one_rank + Counter(compose_kernel=2)] * 2
 
 
 @pytest.mark.parametrize("dim", [16, 24])

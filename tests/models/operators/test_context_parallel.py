@@ -19,6 +19,7 @@ from models.layers.embedding import LearnedPositions
 from models.layers.short_convolution import CausalConvolution
 from models.mixers import MIXERS
 from models.operators.context_parallel import context_parallel, context_parallel_group
+from models.operators.delta_rule import chunked
 from models.operators.delta_rule.delta_rule import delta_rule
 from models.operators.gla.gated_linear_attention import gated_linear_attention
 from models.operators.scan.linear_scan import scan
@@ -182,6 +183,15 @@ def test_final_states(operator: str, bounds: list[int] | None, scalar: bool) -> 
     for segment, (start, end) in enumerate(pairwise(bounds or [0, 32])):
         if start < end:
             assert_close(results[(end - 1) // 8][1][segment], final[segment], 1e-12)
+
+
+def test_delta_rule_computes_the_wy_form_once_per_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share it between the map of the shard and the outputs."""
+    calls, wy = [], chunked._wy
+    monkeypatch.setattr(chunked, "_wy", lambda *arguments: calls.append(arguments) or wy(*arguments))
+    inputs = operands(32, torch.float64, False)
+    over_ranks(4, lambda index: _delta_rule(*(x.chunk(4, 1)[index] for x in inputs)))
+    assert len(calls) == 4
 
 
 def operands(length: int, dtype: torch.dtype, scalar: bool) -> tuple[Tensor, ...]:
