@@ -238,7 +238,7 @@ class Attention(nn.Module):
             cu_seqlens,
             causal=self.options.causal,
             window=self.window,
-            dot_product=self.dot_product,
+            implementation=self.dot_product,
         )
 
     def _packed(

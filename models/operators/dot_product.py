@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..backend import SIXTEEN_BITS, replaceable
+from ..precision import to_accumulation_dtype
 from .context_parallel import ContextParallelGroup, from_previous_rank
 
 DotProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, int | None], Tensor]
@@ -94,6 +96,98 @@ def packed_flash_attention(
     return o
 
 
+def fixed_length_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Return `dot_product` without a mask and a window, for lengths that stay the same from step to step.
+
+    cuDNN is faster than FlashAttention 2 on Hopper. It makes one plan per shape, and its causal mask needs as many queries as
+    keys. The last queries of a causal sequence therefore read two blocks of keys: all earlier ones, without a mask, and their
+    own.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    earlier = keys - queries if is_causal else keys
+    blocks = [(start, stop, stop > earlier) for start, stop in ((0, earlier), (earlier, keys)) if start < stop]
+    if all(prefers_cudnn(q, k[:, :, a:b], v[:, :, a:b], masked) for a, b, masked in blocks):
+        o: Tensor = _KeyBlocks.apply(q, k, v, blocks)
+        return o
+    return dot_product(q, k, v, None, is_causal)
+
+
+def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Return whether `scaled_dot_product_attention` would select cuDNN for these tensors, as on Hopper in 16 bits."""
+    if not q.is_cuda or q.dtype not in SIXTEEN_BITS or torch.compiler.is_compiling():
+        return False
+    from torch.nn.attention import SDPBackend
+
+    return bool(torch._fused_sdp_choice(q, k, v, None, 0.0, is_causal) == SDPBackend.CUDNN_ATTENTION.value)
+
+
+class _KeyBlocks(torch.autograd.Function):
+    """Compute attention to blocks of keys one by one, and merge the outputs by their logsumexp.
+
+    The backward pass of a block takes the merged output and logsumexp, so its probabilities are those of the whole softmax. Ring
+    attention (arXiv 2310.01889) merges blocks in this way. blocks: (first key, last key + 1, is_causal).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: list[tuple[int, int, bool]]) -> Tensor:
+        (o, lse), *others = (cudnn_forward(q, k[:, :, a:b], v[:, :, a:b], masked) for a, b, masked in blocks)
+        for other, other_lse in others:
+            # The logsumexp has a last dimension of 1 in some versions of PyTorch, and the backward pass needs its shape.
+            weight = torch.sigmoid(other_lse - lse).view(*o.shape[:3], 1)
+            exact = to_accumulation_dtype(o)
+            o = exact.lerp(other.to(exact.dtype), weight).to(o.dtype)
+            lse = torch.logaddexp(lse, other_lse)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.blocks = blocks
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, o, lse = ctx.saved_tensors
+        if do.stride() != o.stride():
+            # PyTorch looks up cuDNN's plans by the strides of q, k and v only, so do must always have the same strides.
+            do = torch.empty_like(o).copy_(do)
+        dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+        for a, b, masked in ctx.blocks:
+            part, dk[:, :, a:b], dv[:, :, a:b] = cudnn_backward(do, q, k[:, :, a:b], v[:, :, a:b], o, lse, masked)
+            dq += part
+        return dq, dk, dv, None
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Return cuDNN's output and its logsumexp in float32, [batch, heads, queries] with or without a last dimension of 1."""
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False)
+    return o, lse
+
+
+def cudnn_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return cuDNN's gradients of q, k and v. o, lse: output and logsumexp of all keys; k and v may be a block of them."""
+    # Without dropout the random state is not read, but it must exist.
+    random_state = torch.empty((), dtype=torch.int64, device=q.device)
+    no_bias = no_cu_seqlens = None
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        do,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        random_state,
+        random_state,
+        no_bias,
+        no_cu_seqlens,
+        no_cu_seqlens,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        is_causal,
+    )
+    return dq, dk, dv
+
+
 def attention_over_ranks(
     group: ContextParallelGroup,
     q: Tensor,
@@ -104,7 +198,7 @@ def attention_over_ranks(
     *,
     causal: bool,
     window: int | None,
-    dot_product: DotProduct,
+    implementation: DotProduct,
 ) -> Tensor:
     """Return the attention of the local shard's queries to the keys of the whole sequence, in q's shape.
 
@@ -117,7 +211,7 @@ def attention_over_ranks(
     q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim], local shards. mask: [batch, length * count]
     bool of the whole sequence, False for padding, or None. cu_seqlens: [segments + 1] of the whole sequence, or None; a query
     then reads its own segment only. window: with causal, a query reads its own key and window - 1 earlier real ones; None for
-    all. dot_product: a function with the arguments of `dot_product`.
+    all. implementation: `dot_product`, or a function with its arguments.
     """
     length, count, rank = q.shape[1], group.count, group.index
     bounds = [0, length * count] if cu_seqlens is None else cu_seqlens.tolist()
@@ -138,6 +232,7 @@ def attention_over_ranks(
 
     # The number of real keys up to each token, from which windows are measured.
     counted = None if mask is None or window is None else mask.cumsum(1)
+    fixed_lengths = mask is None and cu_seqlens is None and window is None and implementation is dot_product
 
     def attend(first: int, last: int) -> Tensor:
         parts = []
@@ -158,7 +253,10 @@ def attention_over_ranks(
                 allowed = (seen | (key == query[:, None]))[:, None]
             queries = q[:, :, begin - first_query : stop - first_query]
             keys, values = (x[:, :, read.start - first_key : read.stop - first_key] for x in (k, v))
-            parts.append(dot_product(queries, keys, values, allowed, causal and mask is None, window))
+            if fixed_lengths:
+                parts.append(fixed_length_attention(queries, keys, values, causal))
+            else:
+                parts.append(implementation(queries, keys, values, allowed, causal and mask is None, window))
         return torch.cat(parts, 2)
 
     if reach is not None or not causal or length % 2:
