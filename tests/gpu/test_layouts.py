@@ -31,7 +31,8 @@ def test_layouts_over_nccl_equal_one_process(tmp_path, processes):
     wrong = []
     for case in layouts.cases(processes):
         # Weights are drawn on the device, whose generator differs from the CPU's. So the oracle draws there too.
-        wanted, _ = expected(case.model, tuple(case.changes.items()), "cuda", case.masked, case.packed)
+        options = {"masked": case.masked, "packed": case.packed, "optimizer": case.optimizer}
+        wanted, _ = expected(case.model, tuple(case.changes.items()), "cuda", **options)
         result = results.get(case.name, {"error": "not reached"})
         if "error" in result:
             wrong.append((case.name, result["error"][-500:]))
