@@ -104,10 +104,12 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
     return path, is_own, is_own and is_own_checkpoint(resume, directory)
 
 
-def check_start(config: CheckpointConfig, sequence_length: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise the errors of `find_start`, `check_length` and `check_shapes`. Archive nothing, and read only the manifest.
+def check_start(
+    config: CheckpointConfig, sequence_length: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, Any] | None:
+    """Return the manifest of the checkpoint that a start would read; None for a new run. Archive nothing.
 
-    shapes: of the model's parameters.
+    shapes: of the model's parameters. Raises the errors of `find_start`, `check_length` and `check_shapes`.
     """
     if config.resume not in ("never", "newest_readable"):
         directory = Path(config.directory)
@@ -116,6 +118,8 @@ def check_start(config: CheckpointConfig, sequence_length: int, shapes: Mapping[
             start = StartPoint(source, source.resolve().parent == directory.resolve(), False, read_manifest(source))
             check_length(start, sequence_length)
             check_shapes(shapes, start.manifest, source)
+            return start.manifest
+    return None
 
 
 def check_length(start: StartPoint, sequence_length: int) -> None:

@@ -118,3 +118,14 @@ def test_only_rank_0_prints(arguments, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert train.main([*arguments(), "--dry-run"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_a_change_of_the_optimizer_is_announced(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, "_time_layers", lambda *_: None)
+    words = arguments(**{"schedule.train_steps": 1, "checkpoint.interval": 1})
+    assert train.main(words) == 0
+    capsys.readouterr()
+    for name, announced in (("muon", True), ("adamw", False)):
+        assert train.main([*words, f"optimizer.name={name}", "--dry-run"]) == 0
+        line = "optimizer    16 matrices change from AdamW to Muon: weights and first moments (as momentum) are kept"
+        assert (line in capsys.readouterr().out) == announced

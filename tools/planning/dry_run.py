@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_lite.checkpoint.checkpointer import optimizer_change
 from megatron_lite.checkpoint.resume import check_start
 from megatron_lite.config.schema import Config
 from megatron_lite.dtypes import DTYPES
@@ -75,7 +76,9 @@ def dry_run(config: Config[ModelConfig]) -> int:
     cuda = config.run.device != "cpu"  # "auto" on a machine without a GPU: the run's machine may have one
     if dtype == "auto":
         dtype = "bf16" if cuda else sample_dtype
-    check_matrices(config.optimizer, {name: n for block in layers[1:-1] for name, n in matrices_of(block).items()})
+    blocks = list(zip(specs, layers, strict=True))[1:-1]
+    matrices = {f"{spec.name}.{name}": heads for spec, block in blocks for name, heads in matrices_of(block).items()}
+    check_matrices(config.optimizer, matrices)
     if summary := fp8_summary(config.precision.fp8, layers, parallel.tensor, dtype):
         check_device(device, dtype, config.precision.fp8.recipe)
         _print(f"fp8          {summary}")
@@ -99,7 +102,10 @@ def dry_run(config: Config[ModelConfig]) -> int:
         check_images(config.data)
     else:
         check_data(config.data, model.vocab_size, config.batch.sequence_length)
-    check_start(config.checkpoint, config.batch.sequence_length, parameter_shapes(model))
+    manifest = check_start(config.checkpoint, config.batch.sequence_length, parameter_shapes(model))
+    muon = matrices if config.optimizer.name == "muon" else ()
+    if manifest is not None and (change := optimizer_change(manifest, muon)):
+        _print(f"optimizer    {change}")
     _print("start        data and checkpoint are readable")
     return 0
 
