@@ -242,7 +242,7 @@ def _supported_lengths(opened: OpenedModel, lengths: Sequence[int]) -> list[int]
     limit = position_limit(opened)
     supported = [length for length in lengths if limit is None or length <= limit]
     if not supported:
-        raise ValueError(f"{opened.name} reads {limit:,} tokens at most; --lengths begins at {lengths[0]:,}")
+        raise ValueError(f"--lengths {lengths[0]}: {opened.name} has {limit:,} positions; name {limit} or less")
     if len(supported) < len(lengths):
         print(f"{opened.name} reads {limit:,} tokens at most: skipping longer texts")
     return supported

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,7 @@ def run_ruler(
     haystack = _haystack(opened, ruler.filler, text, max(lengths))
     cells: list[dict[str, Any]] = []
     for length in lengths:
-        texts = list(_texts(opened, ruler, haystack, length))
+        texts = _texts(opened, ruler, haystack, length)
         if is_main_process(opened.lm):
             print(f"RULER at {length:,} tokens: {len(texts):,} texts", file=sys.stderr)
         cells += score_cells(texts, _outputs(opened, texts), keep_outputs=request.save_samples)
@@ -250,12 +250,17 @@ def _haystack(opened: OpenedModel, file: Path | None, text: str, tokens: int) ->
     return filler.pieces
 
 
-def _texts(opened: OpenedModel, ruler: RulerRequest, haystack: Sequence[str], length: int) -> Iterable[Text]:
-    """Yield the texts of one length. Successive single needles have different depths."""
+def _texts(opened: OpenedModel, ruler: RulerRequest, haystack: Sequence[str], length: int) -> list[Text]:
+    """Return the texts of one length. Successive single needles have different depths.
+
+    Raises ValueError naming every task without a text of this length.
+    """
 
     def count(text: str) -> int:
         return len(opened.lm.tok_encode(text))
 
+    texts: list[Text] = []
+    refused: dict[str, str] = {}
     for task, number in itertools.product(task_names(ruler), range(ruler.samples)):
         kind = TASKS[task]
         depth = DEPTHS[7 * number % len(DEPTHS)] / 100 if kind.single else None
@@ -270,9 +275,15 @@ def _texts(opened: OpenedModel, ruler: RulerRequest, haystack: Sequence[str], le
                 answer_tokens=kind.max_tokens,
             )
         except ValueError as error:
-            raise ValueError(f"{error} with --lengths, or leave the task out with --without {task}") from error
+            refused[task] = str(error)
+            continue
         # A tokenizer of short pieces may need more tokens for the right answer than the paper allows.
-        yield Text(task, length, example, max(kind.max_tokens, count(example.completion)))
+        texts.append(Text(task, length, example, max(kind.max_tokens, count(example.completion))))
+    if refused:
+        raise ValueError(
+            f"{'; '.join(refused.values())} with --lengths, or leave out what does not fit: --without {','.join(refused)}"
+        )
+    return texts
 
 
 def _outputs(opened: OpenedModel, texts: Sequence[Text]) -> list[str]:

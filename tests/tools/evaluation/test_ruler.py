@@ -141,7 +141,8 @@ def test_refused_requests(trained_run: Path, masked_run: Path, tmp_path: Path, m
     assert "--without cew: there is no such task of RULER; did you mean cwe" in refusal(*run, "--without", "cew")
     short = refusal(*run, "--lengths", "100", "600")
     assert "length 100: the shortest example of niah_single_1 takes" in short
-    assert "with --lengths, or leave the task out with --without niah_single_1" in short
+    assert "length 100: the shortest example of niah_multiquery takes" in short
+    assert "with --lengths, or leave out what does not fit: --without niah_single_1,niah_multiquery\n" in short
     filler = tmp_path / "filler.txt"
     filler.write_text("One line.\nTwo lines.\n")
     assert "--lengths 600: the filler has 21 tokens" in refusal(*run, "--lengths", "600", "--filler", filler)
