@@ -7,7 +7,7 @@ The figure of the first run comes from tools.plot.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -230,4 +230,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    parser = argparse.ArgumentParser(prog="python -m docs.figures.draw", description="Draw the figures of docs/results.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent, help="default: docs/figures")
+    main(parser.parse_args().folder)
