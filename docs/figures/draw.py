@@ -230,6 +230,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m docs.figures.draw", description="Draw the figures of docs/results.")
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.figures.draw", description="Draw the figures of docs/results."
+    )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent, help="default: docs/figures")
     main(parser.parse_args().folder)
