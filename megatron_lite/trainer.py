@@ -136,7 +136,8 @@ class Trainer(Generic[ModelT]):
     ) -> None:
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
-        self._step_metrics, self._sample = StepMetrics(engine, flops_per_token, peak_flops), sample
+        per_image = config.batch.sequence_length if config.data.objective == "classification" else None
+        self._step_metrics, self._sample = StepMetrics(engine, flops_per_token, peak_flops, per_image), sample
         self._sources = PerSourceLoss(sources, state.source_sums)
         self._suites, self._early = suites, early
         self._checkpointer = checkpointer

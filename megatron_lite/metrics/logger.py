@@ -298,6 +298,7 @@ def _size(terminal: TextIO) -> dict[str, Any]:
 _TRAIN_FORMATS = {
     "loss": ("loss", ".4f"),
     "accuracy": ("accuracy", ".2%"),
+    "images_per_second": ("images/s", ",.0f"),
     "tokens_per_second": ("tokens/s", ",.0f"),
     "skipped_steps": ("skipped", "d"),
 }
@@ -313,7 +314,9 @@ def _pairs(values: Mapping[str, Value], formats: Mapping[str, tuple[str, str]], 
     shown: Iterable[str] = (
         f"{name} {values[key]:{form}}"
         for key, (name, form) in formats.items()
-        if not isinstance(values.get(key, ""), str) and not (key == "skipped_steps" and values[key] == 0)
+        if not isinstance(values.get(key, ""), str)
+        and not (key == "skipped_steps" and values[key] == 0)
+        and not (key == "tokens_per_second" and "images_per_second" in values)
     )
     return separator.join(shown)
 

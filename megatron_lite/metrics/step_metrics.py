@@ -20,10 +20,17 @@ class StepMetrics:
         engine: the engine that ran the steps.
         flops_per_token: training FLOPs per token, forward and backward; None: no MFU.
         peak_flops: peak FLOP/s of one device; None: no MFU.
+        tokens_per_image: of an image classifier; None: no images per second.
     """
 
-    def __init__(self, engine: Engine, flops_per_token: float | None, peak_flops: float | None) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        flops_per_token: float | None,
+        peak_flops: float | None,
+        tokens_per_image: int | None = None,
+    ) -> None:
+        self._engine, self._tokens_per_image = engine, tokens_per_image
         self._mfu_per_token = 0.0
         if flops_per_token and peak_flops:
             self._mfu_per_token = flops_per_token / (peak_flops * engine.grid.world_size)
@@ -62,6 +69,8 @@ class StepMetrics:
             "data_share": data_seconds / seconds,
             "step_seconds": seconds,
         }
+        if self._tokens_per_image:
+            values["images_per_second"] = tokens / seconds / self._tokens_per_image
         if self._mfu_per_token:
             values["mfu"] = tokens / seconds * self._mfu_per_token
         if self._engine.dtype == "fp16":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -71,9 +72,11 @@ def arguments(images: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, capsys):
     assert train.main(arguments()) == 0
-    out, run = capsys.readouterr().out, tmp_path / "run"
+    (out, progress), run = capsys.readouterr(), tmp_path / "run"
     assert "24 images of 3 classes" in out
     assert "(whole set, 9 images)" in out
+    assert re.search(r"^step 1/\d+  loss [\d.]+  accuracy [\d.]+%  images/s [\d,]+  ETA", progress, re.M)
+    assert re.search(r"^\d+ steps, \d+ images in 0:\d\d \([\d,]+ images/s\)$", out, re.M)
     last = metrics_lines(run, "validation")[-1]
     assert last["evaluated_tokens"] == 9
     assert 0 <= last["accuracy"] <= last["top5_accuracy"] == 1.0

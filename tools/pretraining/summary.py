@@ -45,10 +45,13 @@ def summary(config: Config[Any], result: FitResult, objective: Objective) -> str
         )
     measured = read_metrics(folder)
     rate = state.consumed_tokens / max(state.seconds, 1e-9)
+    amount, speed = f"{state.consumed_tokens / 1e6:,.1f} M tokens", f"{rate:,.0f} tokens/s"
+    if config.data.objective == "classification":
+        amount, speed = f"{state.consumed_samples:,} images", f"{rate / config.batch.sequence_length:,.0f} images/s"
     lines = [
         "",
-        f"{state.step:,} steps, {state.consumed_tokens / 1e6:,.1f} M tokens in {_duration(state.seconds)} "
-        f"({rate:,.0f} tokens/s)" + (f", {state.skipped_steps} steps skipped" if state.skipped_steps else ""),
+        f"{state.step:,} steps, {amount} in {_duration(state.seconds)} ({speed})"
+        + (f", {state.skipped_steps} steps skipped" if state.skipped_steps else ""),
     ]
     report: dict[str, Any] = {
         "steps": state.step,
