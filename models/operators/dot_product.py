@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backend import SIXTEEN_BITS, replaceable
-from ..precision import to_accumulation_dtype
 from .context_parallel import ContextParallelGroup, from_previous_rank
 
 DotProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, int | None], Tensor]
@@ -134,8 +133,7 @@ class _KeyBlocks(torch.autograd.Function):
         for other, other_lse in others:
             # The logsumexp has a last dimension of 1 in some versions of PyTorch, and the backward pass needs its shape.
             weight = torch.sigmoid(other_lse - lse).view(*o.shape[:3], 1)
-            exact = to_accumulation_dtype(o)
-            o = exact.lerp(other.to(exact.dtype), weight).to(o.dtype)
+            o = o.to(lse.dtype).lerp(other.to(lse.dtype), weight).to(o.dtype)
             lse = torch.logaddexp(lse, other_lse)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.blocks = blocks
