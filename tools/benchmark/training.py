@@ -238,8 +238,9 @@ def _messages(task: dict[str, Any], caches: dict[str, str], log: Any, end: float
             os.killpg(worker.pid, signal.SIGKILL)
 
     timer = threading.Timer(max(0.0, end - time.monotonic()), time_is_up)
-    timer.start()
+    timer.daemon = True  # SIGTERM may interrupt this function anywhere, and the process must end then
     try:
+        timer.start()
         for line in worker.stdout:
             if line.startswith("{"):
                 yield json.loads(line)

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,7 +74,10 @@ def test_a_shape_that_does_not_fit_is_a_row(interrupted: tuple[Path, str]) -> No
     assert float(rows[2]["tokens/s"]) > 0  # and the next one is measured
 
 
-def test_resumed_run_adds_the_peers(interrupted: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_run_adds_the_peers(
+    interrupted: tuple[Path, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in the interrupted run
     folder, _ = interrupted
     before = [line for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines() if '"row"' in line]
     words = ["train", "--output", str(folder), "--steps", "2", "--shapes", "16x2", "--resume", *TINY]
@@ -240,6 +244,18 @@ def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
             pytest.fail("the worker outlives its parent")
         time.sleep(0.1)
+
+
+def test_interrupt_at_the_start_of_a_worker_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(timer: threading.Timer) -> None:
+        assert timer.daemon, "the process would wait for the time limit"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Timer, "start", interrupted)
+    before = _children(os.getpid())
+    with (tmp_path / "train.log").open("w", encoding="utf-8") as log, pytest.raises(KeyboardInterrupt):
+        next(training._messages({}, {}, log, time.monotonic() + 600))
+    assert _children(os.getpid()) == before
 
 
 def _children(pid: int) -> list[int]:
