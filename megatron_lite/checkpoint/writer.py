@@ -102,7 +102,7 @@ class CheckpointWriter:
         self.last: Saved | None = None
 
     def save_async(self, *, step: int, state: Mapping[str, Any], config_yaml: str) -> None:
-        """Copy the state of this step and start to write `directory/step_XXXXXXXX`.
+        """Copy the state of this step and start to write its folder, such as `directory/step_00000100`.
 
         Args:
             state: the trainer's state, as JSON values; returned by `Checkpointer.load`.

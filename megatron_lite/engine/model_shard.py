@@ -12,7 +12,7 @@ from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.parallelize import shard_and_fuse
 from megatron_lite.engine.precision import is_fp8_layer
-from megatron_lite.optim.param_groups import matrices_of, parameter_kind
+from megatron_lite.optim.param_groups import matrices_of_model, parameter_kind
 from megatron_lite.optim.zero_state import ShardedParameter
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.layout import stage_bounds
@@ -44,7 +44,7 @@ class ModelShard:
         tensor: the processes that share these layers; None without tensor parallelism.
         tied: name of a layer -> name of the layer whose `weight` it shares.
         shapes, sharding_specs: full shape and sharding spec of every parameter of the model by canonical name, a tied one once.
-        matrices: heads of the matrices of all blocks by canonical name (`matrices_of`). Embedding and head are no blocks.
+        matrices: heads of the matrices of all blocks by canonical name (`matrices_of_model`). Embedding and head are no blocks.
 
     Raises:
         ValueError: as `parallelize.shard_and_fuse`.
@@ -117,11 +117,8 @@ class ModelShard:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.sharding_specs: dict[str, ShardingSpec] = {}
         self._kinds: dict[str, str] = {}
-        self.matrices = {
-            f"{spec.name}.{key}": heads
-            for spec, block in list(zip(specs, self.model, strict=True))[1:-1]
-            for key, heads in matrices_of(block).items()
-        }
+        names = [spec.name for spec in specs]
+        self.matrices = matrices_of_model(zip(names, self.model, strict=True))
         for spec, layer in zip(specs, self.model, strict=True):
             specs_of_layer = sharding_specs(layer)
             for key, parameter in layer.named_parameters():

@@ -81,6 +81,12 @@ def matrices_of(block: nn.Module) -> dict[str, int]:
     return matrices
 
 
+def matrices_of_model(layers: Iterable[tuple[str, nn.Module]]) -> dict[str, int]:
+    """Return `matrices_of` of all blocks by canonical name. layers: (name, layer), of which the first and last are no blocks."""
+    blocks = list(layers)[1:-1]
+    return {f"{name}.{key}": heads for name, block in blocks for key, heads in matrices_of(block).items()}
+
+
 def _head_dim(mixer: nn.Module, suffix: str) -> int | None:
     for owner in (mixer, getattr(mixer, "sizes", None)):
         for attribute in (f"head_dim_{suffix}", "head_dim"):

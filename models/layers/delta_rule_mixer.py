@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isclose
@@ -99,7 +100,7 @@ def delta_rule_sizes(config: ModelShape, options: DeltaRuleOptions) -> DeltaRule
     return DeltaRuleSizes(heads, value_heads, width, round(value_width))
 
 
-class DeltaRuleMixer(nn.Module):
+class DeltaRuleMixer(nn.Module, ABC):
     """Compute a layer of the delta rule; a subclass has its projections of x, its gates and its output norm.
 
     q, k, v = SiLU(conv(W x)), q and k of length one per head; (log decay, erase, write) = gates(x);
@@ -148,20 +149,20 @@ class DeltaRuleMixer(nn.Module):
         """Return the key heads, which tensor parallelism splits with their groups of value heads."""
         return {f"model.mixer_options.{options.mixer}.num_heads": options.num_heads or config.num_heads}
 
+    @abstractmethod
     def input_projections(self) -> dict[str, nn.Linear]:
         """Return the projections of x besides q, k and v, by the name under which `gates` and `output` find the result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gates(self, projected: dict[str, Tensor]) -> tuple[Tensor | SoftplusDecay | None, Tensor, Tensor | None]:
         """Return log decay, erase and write of `models.operators.delta_rule.delta_rule`, for key or for value heads.
 
         A `SoftplusDecay` has one decay per channel of every value head.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def output(self, o: Tensor, projected: dict[str, Tensor]) -> Tensor:
         """Return the input of W_O, [batch, length, value_dim], for o [batch, length, value heads, head_dim_v]."""
-        raise NotImplementedError
 
     def forward(
         self,

@@ -76,6 +76,8 @@ def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, ca
     assert "24 images of 3 classes" in out
     assert "(whole set, 9 images)" in out
     assert re.search(r"^step 1/\d+  loss [\d.]+  accuracy [\d.]+%  images/s [\d,]+  ETA", progress, re.M)
+    line = metrics_lines(run, "train")[0]
+    assert line["images_per_second"] == pytest.approx(line["tokens_per_second"] / 4)  # an image has four tokens
     assert re.search(r"^\d+ steps, \d+ images in 0:\d\d \([\d,]+ images/s\)$", out, re.M)
     last = metrics_lines(run, "validation")[-1]
     assert last["evaluated_tokens"] == 9

@@ -261,24 +261,18 @@ def _texts(opened: OpenedModel, ruler: RulerRequest, haystack: Sequence[str], le
 
     texts: list[Text] = []
     refused: dict[str, str] = {}
-    for task, number in itertools.product(task_names(ruler), range(ruler.samples)):
+    for task in task_names(ruler):
         kind = TASKS[task]
-        depth = DEPTHS[7 * number % len(DEPTHS)] / 100 if kind.single else None
-        try:
-            example = make_example(
-                task,
-                length,
-                1_000_000 * ruler.seed + number,
-                count,
-                haystack,
-                depth=depth,
-                answer_tokens=kind.max_tokens,
-            )
-        except ValueError as error:
-            refused[task] = str(error)
-            continue
-        # A tokenizer of short pieces may need more tokens for the right answer than the paper allows.
-        texts.append(Text(task, length, example, max(kind.max_tokens, count(example.completion))))
+        for number in range(ruler.samples):
+            depth = DEPTHS[7 * number % len(DEPTHS)] / 100 if kind.single else None
+            seed = 1_000_000 * ruler.seed + number
+            try:
+                example = make_example(task, length, seed, count, haystack, depth=depth, answer_tokens=kind.max_tokens)
+            except ValueError as error:
+                refused[task] = str(error)
+                break
+            # A tokenizer of short pieces may need more tokens for the right answer than the paper allows.
+            texts.append(Text(task, length, example, max(kind.max_tokens, count(example.completion))))
     if refused:
         raise ValueError(
             f"{'; '.join(refused.values())} with --lengths, or leave out what does not fit: --without {','.join(refused)}"

@@ -21,7 +21,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.dtypes import DTYPES
 from megatron_lite.engine.optimizer import check_matrices
 from megatron_lite.engine.precision import faster_dtype, fp8_summary
-from megatron_lite.optim.param_groups import matrices_of
+from megatron_lite.optim.param_groups import matrices_of_model
 from megatron_lite.parallel.fp8_projections import check_device
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.planning.memory import GIB
@@ -76,8 +76,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
     cuda = config.run.device != "cpu"  # "auto" on a machine without a GPU: the run's machine may have one
     if dtype == "auto":
         dtype = "bf16" if cuda else sample_dtype
-    blocks = list(zip(specs, layers, strict=True))[1:-1]
-    matrices = {f"{spec.name}.{name}": heads for spec, block in blocks for name, heads in matrices_of(block).items()}
+    matrices = matrices_of_model(zip([spec.name for spec in specs], layers, strict=True))
     check_matrices(config.optimizer, matrices)
     if summary := fp8_summary(config.precision.fp8, layers, parallel.tensor, dtype):
         check_device(device, dtype, config.precision.fp8.recipe)

@@ -212,7 +212,7 @@ def test_heads_of_a_mixer_without_them_are_refused(build):
 
 
 def test_blocks_without_matrices_are_refused(build, monkeypatch):
-    monkeypatch.setattr("megatron_lite.engine.model_shard.matrices_of", lambda _: {})
+    monkeypatch.setattr("megatron_lite.engine.model_shard.matrices_of_model", lambda _: {})
     with pytest.raises(ValueError, match=r"optimizer\.name = muon: the blocks of this model have no matrices"):
         build(model_config(), optimizer=MUON)
 
