@@ -96,10 +96,16 @@ def _measure(
         "to first step s": first_step,
         "first step s": times[0],
         "steps s": times[1 + WARM_UP :],
-        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "held GiB": torch.cuda.memory_allocated() / 2**30 if cuda else None,
+        "peak GiB": (torch.cuda.max_memory_allocated() + _unallocated_in_graph_pools()) / 2**30 if cuda else None,
+        "held GiB": (torch.cuda.memory_allocated() + _unallocated_in_graph_pools()) / 2**30 if cuda else None,
         "first loss": loss,
     }
+
+
+def _unallocated_in_graph_pools() -> int:
+    """Return the bytes that CUDA graphs hold for their intermediate results, which PyTorch does not count as allocated."""
+    segments = [x for x in torch.cuda.memory_snapshot() if tuple(x["segment_pool_id"]) != (0, 0)]
+    return sum(x["total_size"] - x["allocated_size"] for x in segments)
 
 
 def _machine(device: torch.device, task: dict[str, Any]) -> dict[str, Any]:

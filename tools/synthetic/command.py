@@ -137,6 +137,7 @@ def _train(
             seconds=math.inf if options.minutes is None else 60 * options.minutes,
             progress=show,
             finished=finished,
+            saved=tqdm.write,
         )
 
 

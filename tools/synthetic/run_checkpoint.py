@@ -47,7 +47,7 @@ class GroupState(NamedTuple):
 
 
 class TimeUpError(Exception):
-    """Report that the time limit has passed; the state is saved."""
+    """Report that the time limit has passed; the state is saved. The message tells the epoch and the accuracies."""
 
 
 class CheckpointStore:

@@ -85,7 +85,9 @@ def train_together(
             model_runs = [model_run.state() for model_run in steps.model_runs]
             store.save(GroupState(epoch, time.perf_counter() - prepared, history, model_runs))
         if time_up:
-            raise TimeUpError
+            raise TimeUpError(
+                f"{first.name}: saved after epoch {epoch} of {first.epochs}" + _accuracies(first, history)
+            )
     seconds = time.perf_counter() - prepared
     steps_done = epoch * first.steps_per_epoch
     scored = [_scored(run_history, first.scored) for run_history in history]
@@ -109,6 +111,18 @@ def train_together(
         }
         for index, evaluations, loss, model_run in zip(scored, history, losses, steps.model_runs, strict=True)
     ]
+
+
+def _accuracies(first: Run, history: list[list[Evaluation]]) -> str:
+    """Return the last and the best accuracy of the run that is best so far; empty before the first evaluation."""
+    best = max(history, key=lambda evaluations: max((x.accuracy for x in evaluations), default=0.0))
+    if not best:
+        return ""
+    highest = max(range(len(best)), key=lambda i: best[i].accuracy)
+    return (
+        f"; accuracy {100 * best[-1].accuracy:.1f} %, highest {100 * best[highest].accuracy:.1f} % after epoch "
+        f"{(highest + 1) * first.evaluate_every}"
+    )
 
 
 def _scored(history: list[Evaluation], which: str) -> int:

@@ -96,6 +96,7 @@ def train_groups(
     seconds: float = math.inf,
     progress: Callable[[int, str], None] = lambda steps, text: None,
     finished: Callable[[Group, list[Line]], None] = lambda group, lines: None,
+    saved: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
     """Train the groups and add their results. Return one line with the reason per failed group; the others continue.
 
@@ -104,6 +105,7 @@ def train_groups(
         seconds: time limit. Groups that are not finished stop and save at the end of an epoch.
         progress: called with the steps that were done or are no longer needed, and a status text.
         finished: called with each finished group and its result lines.
+        saved: called with the state of each group that the time limit stopped, in words.
     """
     todo = list(groups)
     end = time.monotonic() + seconds
@@ -131,6 +133,8 @@ def train_groups(
             for line in content:
                 results.add(line)
             finished(group, content)
+        elif kind == "stopped" and content:
+            saved(content)
         if kind != "stopped" or results.reached(group.sweep):
             progress(group.steps - reported[0], "")
         if results.reached(group.sweep):
@@ -199,8 +203,8 @@ class Trainer:
     def train(self, group: Group, send: Callable[[Message], object]) -> None:
         """Train a group. Send ("progress", (steps, text)) messages and one final message.
 
-        The final message is ("done", lines), ("failed", reason), or ("stopped", None) if `send` raised NotNeededError or
-        the time is up.
+        The final message is ("done", lines), ("failed", reason), or ("stopped", text) if the time is up. The text is
+        empty if `send` raised NotNeededError.
         """
         from .batches import data_key, prepare
 
@@ -210,8 +214,8 @@ class Trainer:
                 self._examples = None
                 self._examples = (key, prepare(group.runs[0], self._device))
             measured = self._together(list(group.runs), self._examples[1], send)
-        except (NotNeededError, TimeUpError):
-            send(("stopped", None))
+        except (NotNeededError, TimeUpError) as error:
+            send(("stopped", str(error)))
             return
         except Exception as error:
             reason = str(error).strip().split("\n")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -199,7 +200,13 @@ def test_time_limit_stops_training(runs: Runs, tmp_path: Path, monkeypatch: pyte
     assert time.monotonic() - begin < 150
     assert not (tmp_path / "unfinished").exists()
     monkeypatch.setattr("tools.synthetic.workers._GRACE", 600.0)
-    assert train_groups(groups, results, ["cpu", "cpu"], seconds=2) == []
+    states: list[str] = []
+    assert train_groups(groups, results, ["cpu", "cpu"], seconds=2, saved=states.append) == []
+    for width in (16, 32):
+        (text,) = [text for text in states if f"d={width}:" in text]
+        assert re.fullmatch(
+            r".*: saved after epoch \d+ of 100000; accuracy [\d.]+ %, highest [\d.]+ % after epoch \d+", text
+        )
     saved = list((tmp_path / "unfinished").iterdir())
     assert {path.stem for path in saved} == {run.id for run in long}
     for path in saved:
