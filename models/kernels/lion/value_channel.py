@@ -13,7 +13,8 @@ of values u and of weights w: v and 1 forward. Backward, with r the reciprocal o
     d c_t       u_t (o_t from the left - o_t from the right) + v_t (dv_t from the left - dv_t from the right)
     d log_decay_t = sum of d c_s over s >= t in t's chunk, and sum_k F_(n+1) G'_n + F'_(n+1) G_n for the later chunks
 
-The states of weights w are added where those of u and v are. States, sums and outputs are float32.
+The states of weights w are added where those of u and v are. Sums are float32. In memory, states are bfloat16 if the inputs
+are, and everything else is float32.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class _Launches(NamedTuple):
     """Hold the launches of one case of sizes and dtypes. `output` has one without and one with the backward pass's tensors."""
 
     state_shape: tuple[int, ...]
+    state_dtype: torch.dtype
     running_sum: Launch
     states: tuple[Launch, Launch]
     output: tuple[Launch, Launch]
@@ -99,12 +101,12 @@ class _Launches(NamedTuple):
     ) -> Tensor | None:
         """Return the states at the edges of every chunk, or None if there is one chunk, whose states are 0.
 
-        Their shape is [batch * heads, 2, 1 or 2, chunks, head_dim_k, head_dim_v], in float32: from the left and from the right,
-        of u and (normalized) of w.
+        Their shape is [batch * heads, 2, 1 or 2, chunks, head_dim_k, head_dim_v]: from the left and from the right, of u and
+        (normalized) of w.
         """
         if self.state_shape[3] == 1:
             return None
-        states = b.new_empty(self.state_shape)
+        states = b.new_empty(self.state_shape, dtype=self.state_dtype)
         self.states[backward](x, u, y, r, b, states)
         return states
 
@@ -131,6 +133,8 @@ def _launches(device: torch.device, shape: torch.Size, dim_v: int, dtype: torch.
     output = [launch(OUTPUT, output_kernel, grid, chunks, heads, NORMALIZER_EPS, *options) for _ in range(2)]
     return _Launches(
         (rows, 2, parts, chunks, dim_k, dim_v),
+        # float16 is too small for sums over a long sequence.
+        torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
         launch((4, None), running_sum_kernel, (chunks, triton.cdiv(width, COLUMNS), batch), width, CHUNK, COLUMNS),
         (states(False), states(True)),
         (output[0], output[1]),

@@ -50,9 +50,11 @@ def states_kernel(
     for step in range(0, N):
         n = step + side * (N - 1 - 2 * step)
         t = n * C + row
-        tl.store(_state_at(states, side, 0, bh, n, N, ck, cv, K, V, PARTS), state, mask=inside)
+        place = _state_at(states, side, 0, bh, n, N, ck, cv, K, V, PARTS)
+        tl.store(place, state.to(states.dtype.element_ty), mask=inside)
         if PARTS == 2:
-            tl.store(_state_at(states, side, 1, bh, n, N, ck, cv, K, V, PARTS), weight_state, mask=inside)
+            place = _state_at(states, side, 1, bh, n, N, ck, cv, K, V, PARTS)
+            tl.store(place, weight_state.to(states.dtype.element_ty), mask=inside)
         until, total = load_rows(b, t, cv, T, H, V, BV), _total(b, n, cv, T, H, V, C)
         rows = tl.trans(load_rows(x, t, ck, T, H, K, BK)).to(tl.float32)
         if BACKWARD:
@@ -128,10 +130,10 @@ def value_gradient_kernel(
         for part in tl.static_range(PARTS):
             left = tl.load(_state_at(states, 0, part, bh, n + 1, N, ck, cv, K, V, PARTS), mask=inside, other=0.0)
             right = tl.load(_state_at(d_states, 1, part, bh, n, N, ck, cv, K, V, PARTS), mask=inside, other=0.0)
-            across += tl.sum(left * right, 0)
+            across += tl.sum(left.to(tl.float32) * right.to(tl.float32), 0)
             left = tl.load(_state_at(d_states, 0, part, bh, n + 1, N, ck, cv, K, V, PARTS), mask=inside, other=0.0)
             right = tl.load(_state_at(states, 1, part, bh, n, N, ck, cv, K, V, PARTS), mask=inside, other=0.0)
-            across += tl.sum(left * right, 0)
+            across += tl.sum(left.to(tl.float32) * right.to(tl.float32), 0)
         d_decay += across[None, :]
     # Smaller log decays count as -80.
     decay = load_rows(base(g, bh, T, H, V), t, cv, T, H, V, BV)
@@ -177,9 +179,9 @@ def score_gradient_kernel(
                     place = _state_at(d_states, side, part, bh, n, N, ck, cv, K, V, PARTS)
                     d_state = tl.load(place, mask=inside, other=0.0)
                     reader = (grad if part == 0 else weight) * near
-                    d_query = tl.dot(reader, tl.trans(state), d_query, input_precision=PRECISION)
+                    d_query = tl.dot(reader, tl.trans(state).to(tl.float32), d_query, input_precision=PRECISION)
                     reader = value * near if part == 0 else near
-                    d_key = tl.dot(reader, tl.trans(d_state), d_key, input_precision=PRECISION)
+                    d_key = tl.dot(reader, tl.trans(d_state).to(tl.float32), d_key, input_precision=PRECISION)
     d_scores += tl.where(row[:, None] == row[None, :], diagonal[:, None], 0.0)
     key = load_rows(base(k, bh, T, H, K), t, ck, T, H, K, BK).to(tl.float32)
     d_query = tl.dot(d_scores, key, d_query, input_precision=PRECISION)
@@ -202,8 +204,7 @@ def _both_sides(
     """
     row = tl.arange(0, C)
     until = load_rows(b, t, cv, T, H, V, BV)
-    rows = x.to(tl.float32)
-    diagonal = tl.sum(rows * y.to(tl.float32), 1)[:, None]
+    diagonal = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)[:, None]
     out, difference = diagonal * u, tl.zeros([C, BV], tl.float32)
     weight, weight_difference = diagonal * w, tl.zeros([C, BV], tl.float32)
     if states is not None:
@@ -212,12 +213,12 @@ def _both_sides(
         for side in tl.static_range(2):
             near = tl.exp2(until if side == 0 else total[None, :] - until)
             state = tl.load(_state_at(states, side, 0, bh, n, N, ck, cv, K, V, PARTS), mask=inside, other=0.0)
-            term = near * tl.dot(rows, state, input_precision=PRECISION)
+            term = near * tl.dot(x.to(state.dtype), state, input_precision=PRECISION)
             out += term
             difference += term if side == 0 else -term
             if PARTS == 2:
                 state = tl.load(_state_at(states, side, 1, bh, n, N, ck, cv, K, V, PARTS), mask=inside, other=0.0)
-                term = near * tl.dot(rows, state, input_precision=PRECISION)
+                term = near * tl.dot(x.to(state.dtype), state, input_precision=PRECISION)
                 weight += term
                 weight_difference += term if side == 0 else -term
     scores = tl.dot(x, tl.trans(y), input_precision=PRECISION)
