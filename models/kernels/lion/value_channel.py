@@ -5,13 +5,21 @@
 c is the running sum of the log decay. Numerators and normalizers have the same masks, so one program computes both, as the sums
 of values u and of weights w: v and 1 forward. Backward, with r the reciprocal of the normalizer, u = r dy and w = -u y:
 
-    forward     F_(n+1) = F_n e^B + sum_j k_j (e^(B - b_j) v_j)^T     G_(n-1) = G_n e^B + sum_j k_j (e^(b_j) v_j)^T
-                o_i = e^(b_i) (q_i F_n) + e^(B - b_i) (q_i G_n) + the sum inside the chunk (`value_channel_kernels.py`)
-    dv          the same operator with k, q and u in the places of q, k and v, from its states F' and G'
-    dq, dk      the score A_ij = q_i . k_j has the gradient sum_c (u_ic v_jc + w_ic) W_ijc inside a chunk
-                dq_i += F_n (e^(b_i) u_i) + G_n (e^(B - b_i) u_i)     dk_j += F'_n (e^(b_j) v_j) + G'_n (e^(B - b_j) v_j)
-    d c_t       u_t (o_t from the left - o_t from the right) + v_t (dv_t from the left - dv_t from the right)
-    d log_decay_t = sum of d c_s over s >= t in t's chunk, and sum_k F_(n+1) G'_n + F'_(n+1) G_n for the later chunks
+    F_(n+1) = F_n e^B + sum_j k_j (e^(B - b_j) v_j)^T     G_(n-1) = G_n e^B + sum_j k_j (e^(b_j) v_j)^T
+    o_i = e^(b_i) (q_i F_n) + e^(B - b_i) (q_i G_n) + the sum inside the chunk (`value_channel_kernels.py`)
+
+Let b and B be a chunk's running sum and total of the log decay. The gradient of v is the same operator with k, q and u in the
+places of q, k and v, and F' and G' are its states. Those of q, k and the log decay are:
+
+    dA_ij = sum_c (u_ic v_jc + w_ic) W_ijc inside a chunk, for A_ij = q_i . k_j
+
+    dq_i = sum_j dA_ij k_j + F_n (e^(b_i) u_i) + G_n (e^(B - b_i) u_i)
+
+    dk_j = sum_i dA_ij q_i + F'_n (e^(b_j) v_j) + G'_n (e^(B - b_j) v_j)
+
+    d c_t = u_t (o_t from the left - o_t from the right) + v_t (dv_t from the left - dv_t from the right)
+
+    d log_decay_t = sum of d c_s over s >= t in the chunk, and sum_k F_(n+1) G'_n + F'_(n+1) G_n for later chunks
 
 The states of weights w are added where those of u and v are. Sums are float32. In memory, states are bfloat16 if the inputs
 are, and everything else is float32.

@@ -4,8 +4,9 @@ All of them compute `_both_sides`, or its gradient of the scores A = X Y^T, for 
 
     o_ic = sum_j A_ij W_ijc u_jc,    W_ijc = 2^-|b_ic - b_jc|,    b: running sum of the log decay in the chunk, to base 2
 
-The pairs (i, j) of a chunk are split by level: the highest bit l in which i and j differ. They are in different halves of one
-block of 2^(l+1) tokens. With m the last token of its left half and f_l = 2^-|b - b_m|, W_ijc = f_l,ic f_l,jc, both at most 1:
+The pairs (i, j) of a chunk are split by level: the highest bit l in which i and j differ. One is in the left and one in the
+right half of one block of 2^(l+1) tokens. With m the last token of the left half and f_l = 2^-|b - b_m|, W_ijc is f_l,ic f_l,jc.
+Both factors are at most 1:
 
     o = diag(A) u + sum_l f_l * ((A . pairs of level l) (f_l * u)) + 2^b (X F) + 2^(B - b) (X G)
 
