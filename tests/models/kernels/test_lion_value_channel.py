@@ -85,7 +85,7 @@ def test_chunks_of_the_launches(device: str, length: int) -> None:
     check(device, (1, length, 2, 32, 32), "usual")
 
 
-def test_inference_saves_nothing(device: str, short_chunks: int) -> None:
+def test_inference_equals_training(device: str, short_chunks: int) -> None:
     q, k, v, g = (torch.rand(1, 40, 1, 16, device=device) for _ in range(4))
     y = attend(q, k, v, -g.requires_grad_(), form=FORM, per_value_channel=True)
     with torch.inference_mode():
