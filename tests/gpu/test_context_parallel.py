@@ -17,6 +17,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("linear_attention", "lion", "rg_lru", "delta_net", "gated_delta_net", "kda")),
     *(("lion", {"variant": variant, "causal": False}) for variant in ("s", "d", "lit", "lstm")),
     *(("lion", {"decay_per": "channel", "causal": causal}) for causal in (True, False)),
+    ("lion", {"decay_per": "value_channel", "causal": False}),
 ]
 
 

@@ -65,7 +65,7 @@ def test_lengths(form: str, length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("per_value_channel", [False, True])
 def test_decays_per_channel(length: int, dim: int, kind: str, dtype: torch.dtype, per_value_channel: bool) -> None:
-    """Use the kernels of gated linear attention in 16 bits. float32 uses PyTorch."""
+    """Use the kernels of gated linear attention in 16 bits, or those per channel of values. float32 uses PyTorch."""
     q, k, v, _, dy = random_inputs((1 if kind == "packed" else 2, length, 2, dim), dtype, 0.0)
     rates = torch.outer(torch.tensor([0.002, 0.1], device="cuda"), torch.arange(1, dim + 1, device="cuda"))
     decay = -rates * (20.0 if kind == "strong" else 1.0) * (0.5 + torch.rand(q.shape, device="cuda"))
@@ -81,13 +81,69 @@ def test_decays_per_channel(length: int, dim: int, kind: str, dtype: torch.dtype
         y = attend(*leaves, form=form, **arguments)
         y.backward(dy.to(y.dtype))
         results.append([y.detach().double(), *(x.grad.double() for x in leaves)])
-    # The kernels store states in bfloat16.
-    forward, backward = TOLERANCES[torch.float32 if dtype == torch.float32 else torch.bfloat16]
+    # The kernels of gated linear attention store states in bfloat16.
+    rounded = dtype != torch.float32 and not (per_value_channel and kind != "packed")
+    forward, backward = TOLERANCES[torch.bfloat16 if rounded else dtype]
     errors = [((x - y).norm() / y.norm().clamp_min(1e-9)).item() for x, y in zip(*results, strict=True)]
     print(f"{kind} {length} x {dim} {dtype} {per_value_channel}: " + " ".join(f"{error:.1e}" for error in errors))
     assert errors[0] < forward, errors
     # One token has no decay, whose gradient is 0.
     assert max(errors[1 : 4 if length == 1 else 5]) < backward, errors
+
+
+def errors_per_value_channel(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, rate: float, normalized: bool, form: str = "auto"
+) -> list[float]:
+    """Return the relative errors of y and all gradients with one mask per channel of values, from weak to strong."""
+    batch, length, heads, dim_k, dim_v = shape
+    q, k = (torch.randn(batch, length, heads, dim_k, device="cuda") for _ in range(2))
+    q, k = (F.normalize(F.silu(x) + 0.5, dim=-1).to(dtype) for x in (q, k))
+    v, dy = (torch.randn(batch, length, heads, dim_v, device="cuda").to(dtype) for _ in range(2))
+    decay = -rate * torch.logspace(-3, 1, dim_v, device="cuda") * (0.5 + torch.rand(v.shape, device="cuda"))
+    results = []
+    for name, exact_dtype in ((form, None), ("chunked", torch.float64)):
+        leaves = [x.detach().clone().to(exact_dtype or x.dtype).requires_grad_() for x in (q, k, v, decay)]
+        y = attend(*leaves, form=name, normalized=normalized, per_value_channel=True)
+        y.backward(dy.to(y.dtype))
+        results.append([y.detach().double(), *(x.grad.double() for x in leaves)])
+    errors = [((x - y).norm() / y.norm().clamp_min(1e-9)).item() for x, y in zip(*results, strict=True)]
+    print(f"{shape} {dtype} {rate} {normalized}: " + " ".join(f"{error:.1e}" for error in errors))
+    return errors
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (32, 32), (64, 64), (128, 128), (24, 40), (32, 256), (128, 16)])
+@pytest.mark.parametrize("length", [63, 64, 65, 200, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_masks_per_channel_of_values(dims: tuple[int, int], length: int, dtype: torch.dtype, normalized: bool) -> None:
+    forward, backward = TOLERANCES[dtype]
+    for rate in (0.01, 1.0):
+        errors = errors_per_value_channel((2, length, 2, *dims), dtype, rate, normalized, "triton_value_channel")
+        assert errors[0] < forward, (rate, errors)
+        assert max(errors[1:]) < backward, (rate, errors)
+
+
+@pytest.mark.parametrize("shape", [(50, 400, 8, 32, 32), (512, 64, 3, 64, 64), (1, 16384, 2, 32, 32)])
+@pytest.mark.parametrize("rate", [0.001, 1.0])
+def test_masks_per_channel_of_values_of_many_or_long_sequences(
+    shape: tuple[int, int, int, int, int], rate: float
+) -> None:
+    errors = errors_per_value_channel(shape, torch.bfloat16, rate, True)
+    assert errors[0] < 1e-2, errors
+    assert max(errors[1:]) < 2e-2, errors
+
+
+def test_masks_per_channel_of_values_are_equal_from_run_to_run() -> None:
+    """Detect races: the kernels have no atomic additions."""
+    q, k, v, _, dy = random_inputs((8, 1000, 4, 32), torch.bfloat16, 0.0)
+    decay = -torch.rand(v.shape, device="cuda")
+    runs = []
+    for _ in range(3):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, decay)]
+        y = attend(*leaves, per_value_channel=True)
+        runs.append([y, *torch.autograd.grad(y, leaves, dy)])
+    for other in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
 
 
 @pytest.mark.parametrize("length", [100, 129, 196, 256, 300])

@@ -11,34 +11,31 @@ total of the log decay (Eq. 16-17, 61-64, 83-91 of the paper, written without 1/
 No exponent is positive and the diagonal is counted once. With a per-channel decay
 o_i = sum_j (sum_c q_ic k_jc e^(-|c_ic - c_jc|)) v_j, the bidirectional form of MetaLA and GLA. It has a fourth form, "scans":
 two scans of gated linear attention (`scans.py`), on its kernels on CUDA. With one mask per channel of values, as in appendix C.7,
-o_ic = sum_j (q_i . k_j) e^(-|c_ic - c_jc|) v_jc, and each channel has a normalizer.
+o_ic = sum_j (q_i . k_j) e^(-|c_ic - c_jc|) v_jc, and each channel has a normalizer. "triton_value_channel" is its kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backend import available, on_cuda
+from ...backend import SIXTEEN_BITS, available, on_cuda
 from ...precision import NORMALIZER_EPS, to_accumulation_dtype
 from ..context_parallel import ContextParallelGroup, context_parallel_group, from_previous_rank, shard_segments
 from ..gla.normalized import float16_scale
 from ..varlen import check_cu_seqlens, without_padding
+from .check import LARGEST_HEAD, LARGEST_PER_VALUE_CHANNEL, check_projection, check_shapes
 from .chunk import Segments, chunk_size, chunked, decays, heads_first, recurrent, with_ones_column
 from .context_parallel import from_other_ranks
 from .feature_map import NORMALISED, feature_map
 from .scans import two_scans
 
-FORMS = ("auto", "parallel", "recurrent", "chunked", "scans", "triton_tile", "triton_chunk")
-CONVENTIONS = ("eq17", "shifted")
-
-# Channels of a head that the kernels support.
-_LARGEST_HEAD = 256
 # Largest head -> length up to which the tile kernel is the faster one in 16 bits, for any decays (docs/results/kernels.md).
 # For longer sequences the decays decide which one is faster.
 _TILE_LENGTHS = {64: 192, 128: 256}
@@ -91,9 +88,10 @@ def bidirectional_linear_attention(
     mask: [batch, length] bool, True for real tokens. Padding never changes real tokens, and its own output is 0.
     cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
     mask_convention: "eq17", symmetric; "shifted" delays the decay of the forward direction by one token.
-    form: see `FORMS`. "parallel", "recurrent", "chunked" are plain PyTorch, computed in float32 (float64 for float64
-    inputs). "scans" is for per-channel decays, "triton_tile" and "triton_chunk" are kernels for short and long sequences with
-    a per-head decay. "auto": the fastest one (`_select_form`).
+    form: see `models.operators.lion.check.FORMS`. "parallel", "recurrent", "chunked" are plain PyTorch, computed in float32
+    (float64 for float64 inputs). "scans" is for per-channel decays, "triton_tile" and "triton_chunk" are kernels for short
+    and long sequences with a per-head decay, "triton_value_channel" is the kernel for per_value_channel without packed
+    segments. "auto": the fastest one (`_select_form`).
     Returns [batch, length, heads, head_dim_v] in v's dtype. Raises ValueError for arguments that do not fit together.
 
     Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
@@ -104,17 +102,12 @@ def bidirectional_linear_attention(
         q, k, v, log_decay, decay_logits, phi, normalized, mask, cu_seqlens, mask_convention, form, per_value_channel
     )
     group = context_parallel_group()
-    compute = _local if group is None else partial(_over_ranks, group)
-    if log_decay is None or not (per_value_channel and normalized):
-        return compute(x)
-    _check(replace(x, cu_seqlens=None))
-    # Normalizers are more channels of values. Sums over a long sequence may exceed float16, so they are scaled.
-    scale = float16_scale(v.dtype, 1)
-    values = torch.cat([v if scale == 1 else v * scale, torch.full_like(v, scale)], -1)
-    decays = torch.cat([log_decay, log_decay], -1)
-    o = compute(replace(x, v=values, log_decay=decays, normalized=False, rounded=False))
-    num, den = o.chunk(2, -1)
-    return (num / (den + NORMALIZER_EPS * scale)).to(v.dtype)
+    if group is None:
+        return _local(x)
+    if per_value_channel and normalized:
+        _check(replace(x, cu_seqlens=None))
+        return _normalizers_as_values(x, partial(_over_ranks, group))
+    return _over_ranks(group, x)
 
 
 @dataclass(frozen=True)
@@ -167,13 +160,31 @@ class _Arguments:
         return decays(self.q, self.log_decay, self.token_logits(), self.mask, cu_seqlens, self.mask_convention)
 
 
+def _normalizers_as_values(x: _Arguments, compute: Callable[[_Arguments], Tensor]) -> Tensor:
+    """Compute normalizers per channel of values as more channels of values, which are 1."""
+    assert x.log_decay is not None
+    # Sums over a long sequence may exceed float16, so they are scaled.
+    scale = float16_scale(x.v.dtype, 1)
+    values = torch.cat([x.v if scale == 1 else x.v * scale, torch.full_like(x.v, scale)], -1)
+    decays = torch.cat([x.log_decay, x.log_decay], -1)
+    o = compute(replace(x, v=values, log_decay=decays, normalized=False, rounded=False))
+    num, den = o.chunk(2, -1)
+    return (num / (den + NORMALIZER_EPS * scale)).to(x.v.dtype)
+
+
 def _local(x: _Arguments) -> Tensor:
     """Compute `bidirectional_linear_attention` of these tokens alone, also if they are a local shard."""
     _check(x)
-    form = _select_form(x.form, x.q, x.v, x.log_decay, x.mask_convention, x.per_value_channel, x.lion_s)
-    if form.startswith("triton"):
+    form = _select_form(
+        x.form, x.q, x.v, x.log_decay, x.mask_convention, x.per_value_channel, x.lion_s, x.cu_seqlens is not None
+    )
+    if form in ("triton_tile", "triton_chunk"):
         return _on_kernels(x, form.removeprefix("triton_"))
     x = x.with_features()
+    if form == "triton_value_channel":
+        return _per_value_channel(x)
+    if x.per_value_channel and x.normalized:
+        return _normalizers_as_values(replace(x, form=form), _local)
     if form == "scans":
         return _scans(x)
     forward, backward, segments = x.decays(x.cu_seqlens)
@@ -199,6 +210,7 @@ def _select_form(
     mask_convention: str,
     per_value_channel: bool = False,
     lion_s: bool = False,
+    packed: bool = False,
 ) -> str:
     """Return the form that runs. This is the only place that decides. lion_s: `_Arguments.lion_s`."""
     if not q.numel():
@@ -206,9 +218,13 @@ def _select_form(
     if form != "auto":
         return form
     largest = max(q.shape[-1], v.shape[-1])
+    if per_value_channel and mask_convention == "eq17" and not packed and v.dtype in SIXTEEN_BITS and available(v):
+        largest_k, largest_v = LARGEST_PER_VALUE_CHANNEL
+        if q.shape[-1] <= largest_k and v.shape[-1] <= largest_v:
+            return "triton_value_channel"
     if (per_value_channel or _per_channel(log_decay)) and mask_convention == "eq17":
         return "scans"
-    if not available(v) or mask_convention != "eq17" or largest > _LARGEST_HEAD:
+    if not available(v) or mask_convention != "eq17" or largest > LARGEST_HEAD:
         return "chunked"
     limits = _LION_S_TILE_LENGTHS if lion_s else _TILE_LENGTHS
     longest = next((tokens for channels, tokens in limits.items() if largest <= channels), 0)
@@ -217,6 +233,15 @@ def _select_form(
 
 def _per_channel(log_decay: Tensor | None) -> bool:
     return log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
+
+
+def _per_value_channel(x: _Arguments) -> Tensor:
+    from ...kernels.lion.value_channel import lion_per_value_channel
+
+    assert x.log_decay is not None
+    log_decay, k, q = without_padding(x.mask, x.log_decay.float(), x.k, x.q)
+    o = lion_per_value_channel(q.to(x.v.dtype), k.to(x.v.dtype), x.v, log_decay, x.normalized)
+    return x.to_output_dtype(o)
 
 
 def _scans(x: _Arguments) -> Tensor:
@@ -300,74 +325,15 @@ def _check(x: _Arguments) -> None:
     q, logits_shape = x.q.shape, None
     if isinstance(x.decay_logits, ProjectedDecayLogits):
         logits = x.decay_logits
-        _check_projection(q, logits.x.shape, logits.weight.shape, None if logits.bias is None else logits.bias.shape)
+        check_projection(q, logits.x.shape, logits.weight.shape, None if logits.bias is None else logits.bias.shape)
     elif x.decay_logits is not None:
         logits_shape = x.decay_logits.shape
     if x.log_decay is not None and x.decay_logits is not None:
         raise ValueError("log_decay and decay_logits are both given; give one: log_decay = logsigmoid(decay_logits)")
-    _check_shapes(
+    check_shapes(
         q, x.k.shape, x.v.shape, None if x.log_decay is None else x.log_decay.shape, logits_shape,
         None if x.mask is None else x.mask.shape, x.cu_seqlens is not None, x.mask_convention, x.form, x.v.dtype,
         x.per_value_channel,
     )  # fmt: skip
     if x.cu_seqlens is not None:
         check_cu_seqlens(x.cu_seqlens, q[1])
-
-
-@lru_cache(4096)
-def _check_projection(q: torch.Size, x: torch.Size, weight: torch.Size, bias: torch.Size | None) -> None:
-    if x[:-1] != q[:2] or weight != (q[2], x[-1]) or (bias is not None and bias != q[2:3]):
-        raise ValueError(
-            f"decay_logits x {tuple(x)}, weight {tuple(weight)}, bias {bias and tuple(bias)}: expected [batch, length, size] "
-            f"with [batch, length] = {tuple(q[:2])}, [{q[2]}, size] and [{q[2]}] or None"
-        )
-
-
-# Cached, because these checks take as long as the kernels of a short sequence.
-@lru_cache(4096)
-def _check_shapes(
-    q: torch.Size,
-    k: torch.Size,
-    v: torch.Size,
-    log_decay: torch.Size | None,
-    decay_logits: torch.Size | None,
-    mask: torch.Size | None,
-    packed: bool,
-    mask_convention: str,
-    form: str,
-    dtype: torch.dtype,
-    per_value_channel: bool,
-) -> None:
-    shape = tuple(q[:3])
-    if len(q) != 4 or k != q or len(v) != 4 or tuple(v[:3]) != shape:
-        raise ValueError(
-            f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}: expected [batch, length, heads, head_dim_k] "
-            "twice and [batch, length, heads, head_dim_v]"
-        )
-    per_head = [shape, (*shape, 1)]
-    for name, x, allowed in (
-        ("log_decay", log_decay, [(*shape, v[3])] if per_value_channel else [*per_head, (*shape, q[3])]),
-        ("decay_logits", decay_logits, [*per_head, shape[2:]]),
-    ):
-        if x is not None and tuple(x) not in allowed:
-            raise ValueError(f"{name} {tuple(x)}: expected {' or '.join(map(str, dict.fromkeys(allowed)))}")
-    if mask is not None and tuple(mask) != shape[:2]:
-        raise ValueError(f"mask {tuple(mask)}: expected [batch, length] = {shape[:2]}")
-    if packed and shape[0] != 1:
-        raise ValueError(f"cu_seqlens with batch {shape[0]}: packed segments need batch 1; reshape to [1, tokens, ...]")
-    if mask_convention not in CONVENTIONS:
-        raise ValueError(f"mask_convention {mask_convention!r}: allowed are {', '.join(CONVENTIONS)}")
-    if form not in FORMS:
-        raise ValueError(f"form {form!r}: allowed are {', '.join(FORMS)}")
-    vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
-    if form == "scans" and (not (vector or per_value_channel) or mask_convention == "shifted"):
-        raise ValueError(
-            "form 'scans' supports a per-channel decay and mask_convention 'eq17'; use form='chunked', or form='auto'"
-        )
-    if form.startswith("triton"):
-        if vector or mask_convention == "shifted" or dtype == torch.float64:
-            raise ValueError(
-                f"form {form!r} supports a per-head decay, mask_convention 'eq17' and no float64; use form='chunked'"
-            )
-        if max(q[3], v[3]) > _LARGEST_HEAD:
-            raise ValueError(f"head sizes {q[3]}, {v[3]}: at most {_LARGEST_HEAD}; use form='chunked'")

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.operators.lion import bidirectional_attention as module
-from models.operators.lion.bidirectional_attention import CONVENTIONS
 from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
+from models.operators.lion.check import CONVENTIONS
 from tests.models.rank_threads import over_ranks
 
 PLAIN = ("parallel", "recurrent", "chunked")

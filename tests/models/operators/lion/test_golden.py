@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.operators.lion.bidirectional_attention import CONVENTIONS
 from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
+from models.operators.lion.check import CONVENTIONS
 
 from .test_bidirectional_attention import PLAIN
 
