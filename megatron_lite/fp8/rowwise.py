@@ -14,15 +14,17 @@ A scale follows from the row alone, so there is no amax history. Quantisation ro
 scale, unless the number is below 2^-13 of the row's largest, or 2^-15 of the largest of a transposed copy. A shard with scales of
 its own has the same numbers, except small ones. So ranks exchange no scales, and every layout computes the same matmul.
 
-On CUDA `torch._scaled_mm` multiplies, and Triton kernels quantise (`kernels.py`). On a CPU the operands are dequantised and
-multiplied in float32, which is the reference.
+On CUDA `torch._scaled_mm` multiplies, and Triton kernels quantise (`kernels.py`). Some kernels of the model quantise their own
+result, where `parallel/fp8_projections.py` sets so: the norm before a SwiGLU MLP, the gradient of a norm, MetaLA's epilogue, and
+the convolution before projections. They attach the FP8 rows to it, and `quantize_rows` returns these. The bits are those of a
+separate kernel. On a CPU the operands are dequantised and multiplied in float32, which is the reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +47,29 @@ class Quantized(NamedTuple):
 def quantize_rows(*parts: Tensor) -> Quantized:
     """Return torch.cat(parts, 1) [rows, columns] with one scale per row. A row that is not finite becomes NaN.
 
-    parts: at most two, with adjacent elements in a row.
+    parts: at most two, with adjacent elements in a row. One part with attached rows is not quantised again.
     """
     first = parts[0]
+    attached = attached_rows(first) if len(parts) == 1 else None
+    if attached is not None:
+        return attached
     quantized = empty(first, len(first), sum(x.shape[1] for x in parts))
     write_rows(quantized, *parts)
     return quantized
+
+
+def attached_rows(x: Tensor) -> Quantized | None:
+    """Return the FP8 rows that the kernel of x [rows, columns] attached to its storage, or None.
+
+    There are none for a part or a transpose of that kernel's result, and none after a change in place. If the kernel wrote FP8
+    rows only, x is one NaN with strides 0, and a permutation is not detected: only a linear that reads the result itself may.
+    """
+    attached: Any = getattr(x.untyped_storage(), "_fp8_rows", None)
+    if attached is None:
+        return None
+    data, scale, dtype, version = attached
+    same = (dtype, version, data.shape) == (x.dtype, x._version, x.shape) and x.stride() in ((x.shape[1], 1), (0, 0))
+    return Quantized(data, scale) if same else None
 
 
 def quantize_stacked(matrices: Sequence[Tensor]) -> Quantized:

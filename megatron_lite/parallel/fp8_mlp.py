@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from megatron_lite.parallel.tensor_parallel import TensorGroup
 
 
-def fuse_mlp(module: Any, tensor: TensorGroup | None) -> None:
-    """Replace the forward pass of a sharded MLP with `is_swiglu`, unless its projections have biases."""
-    if getattr(module, "is_swiglu", False) and module.gate_proj.bias is None:
+def fuse_mlp(module: Any, tensor: TensorGroup | None) -> bool:
+    """Replace the forward pass of a sharded MLP with `is_swiglu`, unless its projections have biases. Return whether it did."""
+    fuses = getattr(module, "is_swiglu", False) and module.gate_proj.bias is None
+    if fuses:
         module.forward = partial(_forward, module, reduction_group(tensor))
+    return fuses
 
 
 def _forward(module: Any, group: dist.ProcessGroup | None, x: Tensor) -> Tensor:

@@ -61,9 +61,27 @@ def use_fp8(layer: nn.Module, names: Collection[str], tensor: TensorGroup | None
             linear.__class__ = _Linear
         else:  # a row linear of tensor parallelism
             linear.matmul = fp8_linear
+    fused = []
     for owner, module in layer.named_modules():
         if all(f"{owner}.{local}".lstrip(".") in names for local in ("gate_proj", "up_proj", "down_proj")):
-            fuse_mlp(module, tensor)
+            fused += [owner] if fuse_mlp(module, tensor) else []
+    if names and hasattr(layer, "norm2"):
+        _quantize_results(layer, names, "mlp" in fused, tensor is not None and tensor.sequence)
+
+
+def _quantize_results(block: Any, names: Collection[str], fused_mlp: bool, sequence: bool) -> None:
+    """Let the kernels of a block that compute inputs or gradients of its FP8 linears quantise them.
+
+    sequence: with sequence parallelism the linears read gathered tensors, which have no rows.
+    """
+    if hasattr(block.mixer, "fp8_output"):
+        block.mixer.fp8_output = "mixer.out_proj" in names
+    if getattr(block.mixer, "conv", None) is not None:
+        block.mixer.conv.fp8_rows = "mixer.q_proj" in names  # a convolution before the projections of q, k and v
+    if not sequence:
+        block.norm2.fp8_output = fused_mlp
+        block.norm2.fp8_gradient = "mixer.out_proj" in names and not block.parallel_residual
+        block.norm1.fp8_gradient = "mlp.down_proj" in names  # of the block before
 
 
 def check_device(device: torch.device, dtype: str, recipe: str) -> None:

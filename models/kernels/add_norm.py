@@ -2,7 +2,8 @@
 
     h = x + d      y = norm(h) * weight + bias      dx = dd = dh + (gradient of the norm for dy)
 All arithmetic is in float32. Every program sums the gradients of weight and bias over its rows. A second kernel sums over
-programs in a fixed order, so the result does not depend on timing.
+programs in a fixed order, so the result does not depend on timing. Both kernels can write FP8 rows (`attach_rows`) of the
+rounded numbers: of y instead of its 16 bits, and of dx beside them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned, tl, triton
-from .primitives import sum_parts
+from .primitives import attach_rows, store_fp8_rows, sum_parts, unwritten
 
 # Programs of the backward pass: four per multiprocessor of an H200, and three for long rows, because no fourth one fits.
 _PROGRAMS, _PROGRAMS_LONG = 528, 396
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    fp8_output: bool = False,
+    fp8_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return h = x + delta (x if delta is None) and y, both in x's shape [..., size] and dtype."""
-    return _AddNorm.apply(x, delta, weight, bias, eps, centred)
+    """Return h = x + delta (x if delta is None) and y, both in x's shape [..., size] and dtype.
+
+    fp8_output: of y only FP8 rows are written, and its 16-bit numbers read as NaN. fp8_gradient: the gradient of x and delta has
+    FP8 rows too.
+    """
+    return _AddNorm.apply(x, delta, weight, bias, eps, centred, fp8_output, fp8_gradient)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -38,15 +50,20 @@ class _AddNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         centred: bool,
+        fp8_output: bool,
+        fp8_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         x = aligned(x)
         delta = None if delta is None else aligned(delta)
-        y, h = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+        h = x if delta is None else torch.empty_like(x)
+        y = unwritten(x) if fp8_output else torch.empty_like(x)
+        rows = attach_rows(y) if fp8_output else (None, None)
         case = (x.device, x.dtype, None if weight is None else weight.dtype, bias is not None, eps, centred)
         if x.numel():
-            _forward_launch(*case, x.numel(), x.shape[-1], delta is not None)(x, delta, weight, bias, h, y)
+            launch = _forward_launch(*case, x.numel(), x.shape[-1], delta is not None, fp8_output)
+            launch(x, delta, weight, bias, h, y, *rows)
         ctx.save_for_backward(h, weight, bias)
-        ctx.case, ctx.added = case, delta is not None
+        ctx.case, ctx.added, ctx.fp8_gradient = case, delta is not None, fp8_gradient
         # If nothing reads h, its gradient is None and is not added.
         ctx.set_materialize_grads(False)
         return h, y
@@ -57,27 +74,28 @@ class _AddNorm(torch.autograd.Function):
         h, weight, bias = ctx.saved_tensors
         size = h.shape[-1]
         dx = torch.empty_like(h)
+        rows = attach_rows(dx) if ctx.fp8_gradient else (None, None)
         dy = torch.zeros_like(h) if dy is None else dy
         parameters = [p for p in (weight, bias) if p is not None]
         programs = _programs(h.numel() // size, size)
         partial = h.new_empty((len(parameters), programs, size), dtype=torch.float32) if parameters else None
         if h.numel():
-            launch = _backward_launch(*ctx.case, h.numel(), size, dh is not None)
-            launch(aligned(dy), None if dh is None else aligned(dh), h, weight, dx, partial)
+            launch = _backward_launch(*ctx.case, h.numel(), size, dh is not None, ctx.fp8_gradient)
+            launch(aligned(dy), None if dh is None else aligned(dh), h, weight, dx, partial, *rows)
         d_weight = d_bias = None
         if partial is not None:
             totals = iter(sum_parts(partial, parameters[0].dtype))
             d_weight, d_bias = (None if p is None else next(totals) for p in (weight, bias))
-        return dx, dx if ctx.added else None, d_weight, d_bias, None, None
+        return dx, dx if ctx.added else None, d_weight, d_bias, None, None, None, None
 
 
 @lru_cache(4096)
 def _forward_launch(
     device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: bool, eps: float, centred: bool,
-    numel: int, size: int, add: bool,
+    numel: int, size: int, add: bool, fp8: bool,
 ) -> Launch:  # fmt: skip
     tile, rows = _tile(size), numel // size
-    flags = add, weight is not None, bias, centred
+    flags = add, weight is not None, bias, centred, fp8
     return Launch(
         _add_norm_forward, (triton.cdiv(rows, tile[0]),), rows, size, eps, *tile, *flags, num_warps=_warps(tile)
     )
@@ -86,10 +104,10 @@ def _forward_launch(
 @lru_cache(4096)
 def _backward_launch(
     device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: bool, eps: float, centred: bool,
-    numel: int, size: int, through: bool,
+    numel: int, size: int, through: bool, fp8: bool,
 ) -> Launch:  # fmt: skip
     tile, rows = _tile(size), numel // size
-    flags = weight is not None, bias, centred, through
+    flags = weight is not None, bias, centred, through, fp8
     return Launch(_add_norm_backward, (_programs(rows, size),), rows, size, eps, *tile, *flags, num_warps=_warps(tile))
 
 
@@ -120,9 +138,9 @@ def _normalised(h, inside, size, eps, CENTRED: tl.constexpr):
 
 @triton.jit
 def _add_norm_forward(
-    x, delta, weight, bias, h, y, rows, size, eps,
+    x, delta, weight, bias, h, y, data, scale, rows, size, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTRED: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -140,14 +158,19 @@ def _add_norm_forward(
         out *= tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
     if BIAS:
         out += tl.load(bias + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    rounded = out.to(y.dtype.element_ty)
+    if FP8:
+        store_fp8_rows(rounded.to(tl.float32), data, scale, r, at, inside, rows)
+        tl.store(y, float("nan"), mask=tl.program_id(0) == 0)
+    else:
+        tl.store(y + at, rounded, mask=inside)
 
 
 @triton.jit
 def _add_norm_backward(
-    dy, dh, h, weight, dx, partial, rows, size, eps,
+    dy, dh, h, weight, dx, partial, data, row_scale, rows, size, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
-    THROUGH: tl.constexpr,
+    THROUGH: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Compute all gradients. partial: [weight and bias, those that exist][program][channel]."""
     i = tl.arange(0, BLOCK)
@@ -191,7 +214,10 @@ def _add_norm_backward(
         d_row *= inverse
         if THROUGH:
             d_row += through
-        tl.store(dx + at, d_row.to(dx.dtype.element_ty), mask=inside)
+        rounded = d_row.to(dx.dtype.element_ty)
+        tl.store(dx + at, rounded, mask=inside)
+        if FP8:
+            store_fp8_rows(rounded.to(tl.float32), data, row_scale, r, at, inside, rows)
     at = tl.program_id(0) * size + i
     if WEIGHT:
         tl.store(partial + at, tl.sum(of_weight, 0), mask=i < size)

@@ -8,6 +8,7 @@ GLA and the self-augmentation both read q, k and v, and k and g are functions of
 and the output gate are adjacent in memory, so that one matmul can take them.
 The epilogue reads its inputs once per pass; its backward pass recomputes everything from them. Every program sums the
 gradient of the augmentation weight over its tokens. A second kernel sums over programs in a fixed order.
+The epilogue of the core can write FP8 rows of its rounded output instead of 16 bits (`attach_rows`).
 Reference: `models/operators/metala.py`.
 """
 
@@ -23,20 +24,13 @@ from torch.autograd.function import once_differentiable
 from ..recompute import recomputable
 from .gla.gla import GLACase, backward, case_of, forward
 from .launch import Launch, aligned, over_elements, tl, triton
-from .primitives import sigmoid, sum_parts
+from .primitives import attach_rows, fp8_scale, magnitude_bits, sigmoid, sum_parts, unwritten
 
 
 def metala_core(
-    q: Tensor,
-    a: Tensor,
-    v: Tensor,
-    aug_weight: Tensor,
-    gate: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, scale: float, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, eps: float = 1e-5, fp8_output: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and the final states of `models.operators.metala.metala`.
 
     q, a: [batch, length, heads, head_dim_k]; scale above 0; the other arguments as in that function. Raises ValueError as
@@ -44,29 +38,24 @@ def metala_core(
     """
     case = case_of(q, a, v, scale, initial_state, cu_seqlens, layer=True)
     initial_state = None if initial_state is None else initial_state.float()
-    return _MetaLACore.apply(q, a, v, aug_weight, gate, initial_state, cu_seqlens, case, eps)
+    return _MetaLACore.apply(q, a, v, aug_weight, gate, initial_state, cu_seqlens, case, eps, fp8_output)
 
 
 class _MetaLACore(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        a: Tensor,
-        v: Tensor,
-        aug_weight: Tensor,
-        gate: Tensor,
-        initial: Tensor | None,
-        cu_seqlens: Tensor | None,
-        case: GLACase,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, initial: Tensor | None,
+        cu_seqlens: Tensor | None, case: GLACase, eps: float, fp8_output: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         q, a, v, gate = (aligned(x) for x in (q, a, v, gate))
         g, k = decay_and_key(a)
         recomputable((g, k), decay_and_key, a)
         o, final, saved = forward(case, q, k, v, g, initial, cu_seqlens)
-        y = epilogue_forward(o, q, k, v, aug_weight, gate, eps)
-        recomputable(y, epilogue_forward, o, q, k, v, aug_weight, gate, eps)
+        if fp8_output:
+            y = epilogue_rows(o, q, k, v, aug_weight, gate, eps)
+        else:
+            y = epilogue_forward(o, q, k, v, aug_weight, gate, eps)
+            recomputable(y, epilogue_forward, o, q, k, v, aug_weight, gate, eps)
         ctx.save_for_backward(o, aug_weight, gate, q, k, v, g, initial, *saved)
         ctx.case, ctx.eps = case, eps
         ctx.set_materialize_grads(False)
@@ -86,7 +75,7 @@ class _MetaLACore(torch.autograd.Function):
         d_initial = backward(ctx.case, do, d_final, dq, da, dv, dg, (d_strength, aug_weight), *saved)
         heads = q.shape[2]
         dq, da, dv = (x.unflatten(-1, (heads, -1)) for x in (dq, da, dv))
-        return dq, da, dv, d_weight, d_gate, d_initial, None, None, None
+        return dq, da, dv, d_weight, d_gate, d_initial, None, None, None, None
 
 
 def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,6 +179,15 @@ def epilogue_forward(
     return y
 
 
+def epilogue_rows(o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """Compute `epilogue_forward` with FP8 rows alone: one scale per token. The result's 16-bit numbers read as NaN."""
+    y = unwritten(gate)
+    rows = attach_rows(y)
+    if o.numel():
+        _rows_launch(*_case(o, q, aug_weight, eps))(o, q, k, v, aug_weight, gate, y, *rows)
+    return y
+
+
 def _case(o: Tensor, q: Tensor, aug_weight: Tensor | None, eps: float) -> tuple[Any, ...]:
     return o.device, o.dtype, None if aug_weight is None else aug_weight.dtype, o.shape, q.shape[-1], eps
 
@@ -215,14 +213,9 @@ def epilogue_backward(
 
 @lru_cache(4096)
 def _launches(
-    device: torch.device,
-    dtype: torch.dtype,
-    weight: torch.dtype | None,
-    shape: torch.Size,
-    dim_k: int,
-    eps: float,
+    device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, shape: torch.Size, dim_k: int, eps: float,
     gradient_stride: int = 0,
-) -> tuple[Launch, Launch]:
+) -> tuple[Launch, Launch]:  # fmt: skip
     """Return the forward and the backward launch for o of this shape.
 
     gradient_stride: elements from one token of dgate to the next in `epilogue_backward`, else 0.
@@ -238,6 +231,19 @@ def _launches(
     return launch(_epilogue_forward, *_FORWARD), launch(
         _epilogue_backward, *_BACKWARD, gradient_stride or heads * dim_v, gradient_stride > 0
     )
+
+
+@lru_cache(4096)
+def _rows_launch(
+    device: torch.device, dtype: torch.dtype, weight: torch.dtype, shape: torch.Size, dim_k: int, eps: float
+) -> Launch:
+    """Return the launch of `_epilogue_rows`. A program computes whole tokens, with as many numbers per warp as `_FORWARD`."""
+    batch, length, heads, dim_v = shape
+    blocks = tuple(triton.next_power_of_2(x) for x in (dim_k, dim_v, heads))
+    warps = min(16, max(1, blocks[1] * blocks[2] // _FORWARD[0]))
+    tokens = batch * length
+    values = tokens, heads, eps, dim_k, dim_v, *blocks
+    return Launch(_epilogue_rows, (min(tokens, _FORWARD[1] // warps),), *values, num_warps=warps, num_stages=1)
 
 
 # Elements per tile, programs, warps: the fastest measured on an H200. The backward pass needs so many registers per token that
@@ -292,24 +298,58 @@ def _normalise(x, d, eps, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
+def _output(
+    o, q, k, v, weight, gate, t, h, T, H, eps,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, AUGMENT: tl.constexpr,
+):  # fmt: skip
+    """Return the output of tokens t of head h, [tokens, BV] in float32; weight: [tokens or 1, BK]."""
+    ck, cv = tl.arange(0, BK), tl.arange(0, BV)
+    x = _load(o, t, cv, h, T, H, V, BV)
+    u = _load(gate, t, cv, h, T, H, V, BV)
+    if AUGMENT:
+        qk = _load(q, t, ck, h, T, H, K, BK) * _load(k, t, ck, h, T, H, K, BK)
+        strength = tl.sum(qk * weight, 1)
+        x += _half_tanh(strength[:, None] * _load(v, t, cv, h, T, H, V, BV))
+    normal, _ = _normalise(x, cv, eps, V, BV)
+    return normal * u * sigmoid(u)
+
+
+@triton.jit
 def _epilogue_forward(
     o, q, k, v, aug_weight, gate, y, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     ck, cv = tl.arange(0, BK), tl.arange(0, BV)
+    weight = tl.zeros([1, BK], tl.float32)
     if AUGMENT:
-        weight = tl.load(aug_weight + h * K + ck, mask=ck < K, other=0.0).to(tl.float32)
+        weight = tl.load(aug_weight + h * K + ck, mask=ck < K, other=0.0).to(tl.float32)[None, :]
     for start in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
         t = start + tl.arange(0, BT)
-        x = _load(o, t, cv, h, T, H, V, BV)
-        u = _load(gate, t, cv, h, T, H, V, BV)
-        if AUGMENT:
-            qk = _load(q, t, ck, h, T, H, K, BK) * _load(k, t, ck, h, T, H, K, BK)
-            strength = tl.sum(qk * weight[None, :], 1)
-            x += _half_tanh(strength[:, None] * _load(v, t, cv, h, T, H, V, BV))
-        normal, _ = _normalise(x, cv, eps, V, BV)
-        _store(y, normal * u * sigmoid(u), t, cv, h, T, H, V, BV)
+        out = _output(o, q, k, v, weight, gate, t, h, T, H, eps, K, V, BK, BV, AUGMENT)
+        _store(y, out, t, cv, h, T, H, V, BV)
+
+
+@triton.jit
+def _epilogue_rows(
+    o, q, k, v, aug_weight, gate, y, data, scale, T, H, eps,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    h, cv = tl.arange(0, BH), tl.arange(0, BV)
+    # The heads of a token are rows, as the tokens of a head are in `_epilogue_forward`.
+    weight = _load(aug_weight, h, tl.arange(0, BK), 0, H, 1, K, BK)
+    inside = (h < H)[:, None] & (cv < V)[None, :]
+    for t in range(tl.program_id(0), T, tl.num_programs(0)):
+        row = tl.cast(t, tl.int64) * H
+        out = _output(
+            o + row * V, q + row * K, k + row * K, v + row * V, weight, gate + row * V, h, 0, H, 1, eps,
+            K, V, BK, BV, True,
+        )  # fmt: skip
+        rounded = out.to(y.dtype.element_ty).to(tl.float32)
+        of_row, reciprocal = fp8_scale(tl.max(tl.max(magnitude_bits(rounded, inside), 1), 0))
+        tl.store(scale + t, of_row)
+        _store(data + row * V, rounded * reciprocal, h, cv, 0, H, 1, V, BV)
+    tl.store(y, float("nan"), mask=tl.program_id(0) == 0)
 
 
 @triton.jit

@@ -32,6 +32,8 @@ class Norm(nn.Module):
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.ones(size)) if config.norm_affine else None
         self.bias = nn.Parameter(torch.zeros(size)) if config.norm_affine and self.centred else None
+        # A trainer sets these if FP8 linears alone read the output, or if one reads the gradient of x and delta.
+        self.fp8_output = self.fp8_gradient = False
 
     def forward(
         self, x: Tensor, delta: Tensor | None = None, return_sum: bool = False
@@ -44,8 +46,9 @@ class Norm(nn.Module):
         if is_supported(x) and x.shape[-1] <= _LARGEST:
             from ..kernels.add_norm import add_norm
 
-            h, y = add_norm(x, delta, *settings)
-            recomputable(y, lambda *inputs: add_norm(*inputs)[1], h, None, *settings)
+            h, y = add_norm(x, delta, *settings, self.fp8_output, self.fp8_gradient)
+            if not self.fp8_output:  # else no reader saves y
+                recomputable(y, lambda *inputs: add_norm(*inputs)[1], h, None, *settings)
         else:
             h = x if delta is None else x + delta
             y = _normalised(h, *settings)

@@ -112,6 +112,7 @@ class MetaLA(nn.Module):
         self.aug_weight = nn.Parameter(torch.zeros(key_dim)) if options.self_augmentation else None
         self.out_proj = linear(config, size, size, output=True)
         self.project_inputs: FusedProjections = apply_each
+        self.fp8_output = False  # a trainer sets it if out_proj multiplies in FP8
         self._size, self._key_dim, self._heads = size, key_dim, config.num_heads
 
     @staticmethod
@@ -150,6 +151,7 @@ class MetaLA(nn.Module):
             scale=self.scale,
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
+            fp8_output=self.fp8_output,
         )
         y = self.out_proj(y)
         return (y, new_state) if return_state else y

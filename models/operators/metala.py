@@ -10,6 +10,7 @@ here. The kernels are `models/kernels/metala.py` (CUDA) and `models/kernels/cpu/
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ def metala(
     scale: float = 1.0,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    fp8_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the output before its projection, [batch, length, heads * head_dim_v] in v's dtype, and the final state.
 
@@ -43,11 +45,12 @@ def metala(
     `metala_epilogue`; the other arguments and the errors as in
     `models.operators.gla.gated_linear_attention.gated_linear_attention`.
     mask: [batch, length] bool, True for real tokens. One fused kernel computes all three steps where it is supported.
+    fp8_output: that kernel writes only FP8 rows of the output, one per token. Its 16-bit numbers read as NaN.
     """
     # The fused kernel computes whole sequences without padding.
     if k is None and mask is None and aug_weight is not None and context_parallel_group() is None:
         check_shapes(GLAArguments(q, a, v, a, scale, initial_state, cu_seqlens))
-        core = _select_core(q, a, v, aug_weight, gate)
+        core = _select_core(q, a, v, aug_weight, gate, fp8_output)
         if core is not None:
             return core(q, a, v, aug_weight, gate, scale, initial_state, cu_seqlens)
     log_decay, key = decay_and_key(a)
@@ -59,13 +62,13 @@ def metala(
 
 
 def _select_core(
-    q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor
+    q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, fp8_output: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return the kernel that computes the three steps at once, or None."""
     if is_supported(q) and supports_triton(q, a, v, a, fits_matmul_form=True):
         from ..kernels.metala import metala_core
 
-        return metala_core
+        return partial(metala_core, fp8_output=fp8_output)
     cpu = cpu_kernel("metala")
     return cpu.metala_core if cpu is not None and cpu.supports_metala_core(q, a, v, aug_weight, gate) else None
 

@@ -1,20 +1,29 @@
-"""FP8 matmuls on CUDA compared with the float32 reference of a CPU: linears, fused projections, an engine, CUDA graphs."""
+"""FP8 matmuls on CUDA compared with the float32 reference of a CPU: linears, fused projections, an engine, CUDA graphs.
+
+Kernels that quantise their own result are compared with separate kernels, bit for bit.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.engine import Engine
-from megatron_lite.fp8.rowwise import dequantized, quantize_rows, transposed
+from megatron_lite.fp8 import rowwise
+from megatron_lite.fp8.rowwise import Quantized, attached_rows, dequantized, quantize_rows, transposed
 from megatron_lite.optim.lr_schedule import learning_rate
-from megatron_lite.parallel.fp8_projections import use_fp8
-from megatron_lite.parallel.fused_projections import project_inputs
+from megatron_lite.parallel import fp8_projections
+from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
+from megatron_lite.parallel.fused_projections import fuse_projections, project_inputs
 from megatron_lite.parallel.grid import Grid, init_grid
+from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.layers.mlp import GatedMLP
 from models.recompute import recompute_elementwise
@@ -88,9 +97,9 @@ def test_mlp_equals_the_reference(tokens, width):
         assert ((actual - expected).norm() / expected.norm()).item() < 1.5e-2
 
 
-def engine_on(grid: Grid, recipe: str = "rowwise", **parallel) -> Engine:
+def engine_on(grid: Grid, recipe: str = "rowwise", config: ModelConfig = CONFIG, **parallel) -> Engine:
     return Engine(
-        layer_specs(CONFIG),
+        layer_specs(config),
         build_layer,
         seed=11,
         grid=grid,
@@ -128,3 +137,145 @@ def test_recomputation_gives_the_same_losses(grid, mode):
 
 def test_cuda_graphs_give_the_same_losses(grid):
     assert losses(engine_on(grid, cuda_graph=True)) == losses(engine_on(grid))
+
+
+@pytest.fixture
+def separate_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function after which blocks quantise everything but SwiGLU in kernels of its own."""
+    return lambda: monkeypatch.setattr(fp8_projections, "_quantize_results", lambda *_: None)
+
+
+def assert_rows_of(x: Tensor, values: Tensor) -> None:
+    """Check that the rows attached to x are those of a separate kernel for `values`."""
+    rows = attached_rows(x.reshape(-1, x.shape[-1]))
+    assert rows is not None
+    expected = quantize_rows(values.detach().reshape(-1, x.shape[-1]).clone())
+    assert torch.equal(rows.scale, expected.scale)
+    assert torch.equal(rows.data.view(torch.uint8), expected.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 37, 80), (2, 700, 1024), (2, 300, 2048), (2, 9, 9008)])
+def test_norm_quantises_its_output_and_its_gradient(shape, centred):
+    from models.kernels.add_norm import add_norm
+
+    size = shape[-1]
+    x, delta, dh, dy = torch.randn(4, *shape, device="cuda").bfloat16()
+    x[0, 0], delta[0, 0], dh[0, 0] = 0, 0, 0
+    weight = torch.randn(size, device="cuda").bfloat16()
+    bias = torch.randn(size, device="cuda").bfloat16() if centred else None
+    results = []
+    for fp8 in (False, True):
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, delta)]
+        h, y = add_norm(*leaves, weight, bias, 1e-5, centred, fp8, fp8)
+        results.append((h, y, *torch.autograd.grad((h, y), leaves, (dh, dy))))
+    (h, y, dx, _), (same_h, only_rows, same_dx, _) = results
+    assert torch.equal(same_h, h)
+    assert only_rows.isnan().all()
+    assert only_rows.untyped_storage().nbytes() == 2
+    assert torch.equal(same_dx, dx)
+    assert_rows_of(only_rows, y)
+    assert_rows_of(same_dx, dx)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 32, 64), (2, 37, 6, 24, 48), (2, 1000, 8, 64, 128), (1, 300, 16, 64, 128)])
+def test_epilogue_quantises_its_output(shape):
+    """Use shapes that give a thread of both kernels as many numbers of a head, so that sums over a head have one order."""
+    from models.kernels.metala import epilogue_forward, epilogue_rows
+
+    batch, length, heads, dim_k, dim_v = shape
+    o, v = torch.randn(2, batch, length, heads, dim_v, device="cuda").bfloat16()
+    q, k = torch.randn(2, batch, length, heads, dim_k, device="cuda").bfloat16()
+    weight, gate = torch.randn(heads * dim_k, device="cuda"), torch.randn_like(o).flatten(2)
+    inputs = o, q, k, v, weight.bfloat16(), gate, 1e-5
+    y, only_rows = epilogue_forward(*inputs), epilogue_rows(*inputs)
+    assert only_rows.isnan().all()
+    assert_rows_of(only_rows, y)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 16), (3, 37, 80), (2, 700, 1024), (2, 300, 2048), (1, 40, 6000)])
+def test_convolution_quantises_its_output(shape):
+    from models.kernels.causal_conv1d import causal_convolution
+
+    x, weight = torch.randn(shape, device="cuda").bfloat16(), torch.randn(shape[-1], 4, device="cuda").bfloat16()
+    y = causal_convolution(None, x, weight, True)
+    with_rows = causal_convolution(None, x, weight, True, True)
+    assert torch.equal(with_rows, y)
+    assert_rows_of(with_rows, y)
+
+
+@pytest.mark.parametrize("recompute", [nullcontext, recompute_elementwise])
+@pytest.mark.parametrize("mixer", ["metala", "attention"])
+def test_blocks_that_quantise_their_results_equal_separate_kernels(mixer, recompute, separate_kernels, monkeypatch):
+    """Compare outputs and all gradients of two blocks of MetaLA 360M, bit for bit, the kernels and the peak memory."""
+    config = model_config((mixer,), hidden_size=1024, num_heads=8, intermediate_size=2816)
+    with torch.device("cuda"):
+        blocks = [build_layer(spec, index, 5) for index, spec in enumerate(layer_specs(config))][1:-1]
+    blocks = [block.bfloat16() for block in blocks]
+    x, dy = torch.randn(2, 4, 480, 1024, device="cuda").bfloat16()
+    calls: list[tuple[int, ...]] = []
+    write_rows = rowwise.write_rows
+
+    def counted(out: Quantized, *parts: Tensor) -> None:
+        calls.append(tuple(out.data.shape))
+        write_rows(out, *parts)
+
+    monkeypatch.setattr(rowwise, "write_rows", counted)
+
+    def step() -> list[Tensor]:
+        for block in blocks:
+            block.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with recompute():
+            y = blocks[1](blocks[0](leaf))
+        y.backward(dy)
+        return [y.detach(), leaf.grad, *(p.grad.clone() for block in blocks for p in block.parameters())]
+
+    def measured() -> tuple[list[Tensor], int, int]:
+        for block in blocks:
+            use_fp8(block, select_projections(block, 1)[0])
+            fuse_projections(block, None)
+        step()
+        calls.clear()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results = step()
+        return results, len([shape for shape in calls if shape[0] == 1920]), torch.cuda.max_memory_allocated() - before
+
+    fused = measured()
+    separate_kernels()
+    for block in blocks:
+        for module in block.modules():
+            for attribute in ("fp8_output", "fp8_gradient", "fp8_rows"):
+                if hasattr(module, attribute):
+                    setattr(module, attribute, False)
+    separate = measured()
+    for actual, expected in zip(fused[0], separate[0], strict=True):
+        assert torch.equal(actual, expected)
+    # Per block the input of the MLP and the gradient of out_proj; the outputs of MetaLA's convolution and epilogue; between the
+    # blocks the gradient of down_proj.
+    assert separate[1] - fused[1] == {"metala": 9, "attention": 5}[mixer]
+    assert fused[2] <= separate[2]
+
+
+@pytest.mark.parametrize(
+    ("mode", "graph"),
+    [
+        ("none", False),
+        ("elementwise", False),
+        ("selective", False),
+        ("full", False),
+        ("none", True),
+        ("elementwise", True),
+    ],
+)
+def test_training_equals_that_with_separate_kernels(grid, separate_kernels, mode, graph):
+    # Wide enough for one order of the sums over a head.
+    config = dataclasses.replace(CONFIG, hidden_size=512, num_heads=4)
+
+    def trained() -> list[float]:
+        return losses(engine_on(grid, config=config, activation_checkpointing={"mode": mode}, cuda_graph=graph))
+
+    fused = trained()
+    separate_kernels()
+    assert trained() == fused

@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.fp8.rowwise import FORMAT, Quantized, dequantized, quantize_rows, transposed, transposed_data
+from megatron_lite.fp8.rowwise import (
+    FORMAT,
+    Quantized,
+    attached_rows,
+    dequantized,
+    quantize_rows,
+    transposed,
+    transposed_data,
+)
 from megatron_lite.fp8.swiglu import swiglu_backward_rows, swiglu_rows
 from tests.megatron_lite.fp8.test_rowwise import draw
-from tests.models.kernels.conftest import device
+from tests.models.kernels.conftest import Replace, device, replace
 
-__all__ = ["device"]
+__all__ = ["device", "replace"]
 
 
 def output(rows: int, columns: int, device: str) -> Quantized:
@@ -94,3 +102,101 @@ def test_swiglu_equals_the_pytorch_form(device: str, kernels, width: int) -> Non
         difference = (actual.data.float() - expected.data.float()).abs()
         assert (difference <= expected.data.float().abs() / 8 + 2**-9).all()
         assert (difference > 0).float().mean() < 0.01
+
+
+def rows_of(x: torch.Tensor) -> Quantized:
+    """Return the rows that a kernel attached to x [..., columns]."""
+    rows = attached_rows(x.reshape(-1, x.shape[-1]))
+    assert rows is not None
+    return rows
+
+
+@pytest.fixture
+def primitives(device: str, monkeypatch: pytest.MonkeyPatch):
+    from models.kernels import primitives
+
+    if device == "cpu":  # as `output`
+        monkeypatch.setattr(primitives, "_FP8", torch.float32)
+    return primitives
+
+
+@pytest.mark.parametrize("size", [48, 1100])
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_rows_of_a_norm_equal_those_of_a_separate_kernel(
+    device: str, primitives, replace: Replace, size: int, centred: bool, affine: bool
+) -> None:
+    """Compare bits, with short rows and a partial last tile, and with long rows; only FP8 is written of the output."""
+    from models.kernels import add_norm as kernel
+
+    replace(kernel, [kernel._backward_launch], _PROGRAMS=2, _PROGRAMS_LONG=2)
+    x, delta, dy, dh = (draw(45, size, seed=seed).to(device) for seed in range(4))
+    x[7] = 0
+    weight = torch.linspace(-2, 3, size, device=device) if affine else None
+    bias = torch.linspace(-1, 1, size, device=device) if affine and centred else None
+    results = []
+    for fp8 in (False, True):
+        leaves = [leaf.view(3, 15, size).clone().requires_grad_() for leaf in (x, delta)]
+        h, y = kernel.add_norm(*leaves, weight, bias, 1e-5, centred, fp8, fp8)
+        gradients = torch.autograd.grad((h, y), leaves, (dh.view_as(h), dy.view_as(y)))
+        results.append((h, y, *gradients))
+    (h, y, dx, _), (same_h, rows_only, *same_dx) = results
+    assert torch.equal(h, same_h)
+    assert rows_only.isnan().all()
+    check(rows_of(rows_only), quantize_rows(y.detach().reshape(-1, size).cpu()))
+    for gradient in same_dx:
+        assert torch.equal(gradient, dx)
+        check(rows_of(gradient), quantize_rows(dx.reshape(-1, size).cpu()))
+
+
+@pytest.mark.parametrize("heads", [3, 8])
+@pytest.mark.parametrize(("dim_k", "dim_v"), [(32, 32), (24, 48), (64, 128)])
+def test_rows_of_the_epilogue_equal_those_of_a_separate_kernel(
+    device: str, primitives, replace: Replace, heads: int, dim_k: int, dim_v: int
+) -> None:
+    from models.kernels import metala as kernel
+
+    replace(kernel, [kernel._launches, kernel._rows_launch], _FORWARD=(512, 8, 1))
+    o, q, k, v = (
+        draw(2 * 13 * heads, dim, seed=dim + i).view(2, 13, heads, dim).to(device).clamp(-9, 9)
+        for i, dim in enumerate((dim_v, dim_k, dim_k, dim_v))
+    )
+    weight, gate = torch.linspace(-1, 1, heads * dim_k, device=device), draw(26, heads * dim_v, seed=9)
+    gate = gate.view(2, 13, -1).to(device)
+    gate[1, 3] = 0
+    y = kernel.epilogue_forward(o, q, k, v, weight, gate, 1e-5)
+    rows_only = kernel.epilogue_rows(o, q, k, v, weight, gate, 1e-5)
+    assert rows_only.shape == y.shape
+    assert rows_only.isnan().all()
+    check(rows_of(rows_only), quantize_rows(y.reshape(26, -1).cpu()))
+
+
+def test_rows_that_are_not_finite_become_nan_in_a_norm(device: str, primitives) -> None:
+    from models.kernels.add_norm import add_norm
+
+    x = draw(32, 64).to(device)
+    x[4, 5] = torch.inf
+    rows = rows_of(add_norm(x, None, None, None, 1e-5, False, True)[1])
+    values = dequantized(Quantized(rows.data.to(FORMAT), rows.scale)).cpu()
+    assert values[4].isnan().all()
+    assert values[[0, 1, 2, 3, *range(5, 32)]].isfinite().all()
+
+
+@pytest.mark.parametrize("history", [False, True])
+@pytest.mark.parametrize(("length", "channels"), [(7, 48), (70, 160), (5, 2100)])
+def test_rows_of_a_convolution_equal_those_of_a_separate_kernel(
+    device: str, primitives, length: int, channels: int, history: bool
+) -> None:
+    """Compare bits, with several rows per tile, with one, and with partial last tiles."""
+    from models.kernels.causal_conv1d import causal_convolution
+
+    x, previous, weight = (
+        draw(*size, seed=seed).to(device)
+        for seed, size in enumerate(((2 * length, channels), (2 * 3, channels), (channels, 4)))
+    )
+    x, before = x.view(2, length, channels), previous.view(2, 3, channels) if history else None
+    x[1, 4] = 0
+    y = causal_convolution(before, x, weight, True)
+    with_rows = causal_convolution(before, x, weight, True, True)
+    assert torch.equal(with_rows, y)
+    check(rows_of(with_rows), quantize_rows(y.reshape(-1, channels).cpu()))
