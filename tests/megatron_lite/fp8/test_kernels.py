@@ -180,23 +180,3 @@ def test_rows_that_are_not_finite_become_nan_in_a_norm(device: str, primitives) 
     values = dequantized(Quantized(rows.data.to(FORMAT), rows.scale)).cpu()
     assert values[4].isnan().all()
     assert values[[0, 1, 2, 3, *range(5, 32)]].isfinite().all()
-
-
-@pytest.mark.parametrize("history", [False, True])
-@pytest.mark.parametrize(("length", "channels"), [(7, 48), (70, 160), (5, 2100)])
-def test_rows_of_a_convolution_equal_those_of_a_separate_kernel(
-    device: str, primitives, length: int, channels: int, history: bool
-) -> None:
-    """Compare bits, with several rows per tile, with one, and with partial last tiles."""
-    from models.kernels.causal_conv1d import causal_convolution
-
-    x, previous, weight = (
-        draw(*size, seed=seed).to(device)
-        for seed, size in enumerate(((2 * length, channels), (2 * 3, channels), (channels, 4)))
-    )
-    x, before = x.view(2, length, channels), previous.view(2, 3, channels) if history else None
-    x[1, 4] = 0
-    y = causal_convolution(before, x, weight, True)
-    with_rows = causal_convolution(before, x, weight, True, True)
-    assert torch.equal(with_rows, y)
-    check(rows_of(with_rows), quantize_rows(y.reshape(-1, channels).cpu()))
