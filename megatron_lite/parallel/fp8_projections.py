@@ -76,8 +76,6 @@ def _quantize_results(block: Any, names: Collection[str], fused_mlp: bool, seque
     """
     if hasattr(block.mixer, "fp8_output"):
         block.mixer.fp8_output = "mixer.out_proj" in names
-    if getattr(block.mixer, "conv", None) is not None:
-        block.mixer.conv.fp8_rows = "mixer.q_proj" in names  # a convolution before the projections of q, k and v
     if not sequence:
         block.norm2.fp8_output = fused_mlp
         block.norm2.fp8_gradient = "mixer.out_proj" in names and not block.parallel_residual

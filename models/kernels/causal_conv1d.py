@@ -15,38 +15,34 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned, tl, triton
-from .primitives import attach_rows, sigmoid, store_fp8_rows, sum_parts
+from .primitives import sigmoid, sum_parts
 
 # Tokens and channels per program, forward and backward, and tokens per tile forward. Backward a program also reads the three
 # tokens after its own; together they are a multiple of the four that it loads at once.
 _FORWARD, _BACKWARD = (64, 128), (61, 256)
 _TILE = 8
-# Tokens per program, elements per tile and warps of a forward pass that writes FP8 rows, and the most channels of a row.
-_ROWS, _LARGEST = (32, 2048, 8), 8192
 
 
-def causal_convolution(
-    previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool, fp8_rows: bool = False
-) -> Tensor:
+def causal_convolution(previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     """Return y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}) in x's shape and dtype, computed in float32.
 
     x: [batch, length, channels]. previous: [batch, kernel - 1, channels], the inputs before x, None for zeros. weight:
-    [channels, kernel] with kernel at most 4. f is SiLU or the identity. fp8_rows: attach FP8 rows of y (`attach_rows`), unless a
-    row has too many channels for one program.
+    [channels, kernel] with kernel at most 4. f is SiLU or the identity.
     """
-    return _Convolution.apply(previous, x, weight, silu, fp8_rows and x.shape[2] <= _LARGEST)
+    return _Convolution.apply(previous, x, weight, silu)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool, fp8_rows: bool) -> Tensor:
+    def forward(ctx: Any, previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
         previous = None if previous is None else aligned(previous)
         x, weight = aligned(x), aligned(weight)
         y = torch.empty_like(x)
-        rows = attach_rows(y) if fp8_rows else (None, None)
         if x.numel():
-            case = x.device, x.dtype, weight.dtype, x.shape, weight.shape[1], silu, previous is not None
-            _launches(*case, fp8_rows)[0](x, previous, weight, y, *rows)
+            forward, _ = _launches(
+                x.device, x.dtype, weight.dtype, x.shape, weight.shape[1], silu, previous is not None
+            )
+            forward(x, previous, weight, y)
         ctx.save_for_backward(previous, x, weight)
         ctx.silu = silu
         return y
@@ -65,7 +61,7 @@ class _Convolution(torch.autograd.Function):
             _, backward = _launches(x.device, x.dtype, weight.dtype, x.shape, kernel, ctx.silu, previous is not None)
             backward(aligned(dy), previous, x, weight, d_previous, dx, partial)
         d_weight = sum_parts(partial.view(1, batch * programs, kernel * channels), weight.dtype).view(kernel, channels)
-        return d_previous, dx, d_weight.t(), None, None
+        return d_previous, dx, d_weight.t(), None
 
 
 @lru_cache(4096)
@@ -77,18 +73,13 @@ def _launches(
     kernel: int,
     silu: bool,
     history: bool,
-    fp8_rows: bool = False,
 ) -> tuple[Launch, Launch]:
     """Return the forward and the backward launch for x of this shape."""
     batch, length, channels = shape
     values = length, channels, kernel, silu, history
-    (tokens, columns), tile, warps = _FORWARD, _TILE, 4
-    if fp8_rows:
-        tokens, elements, warps = _ROWS
-        columns = triton.next_power_of_2(channels)
-        tile = min(tokens, max(1, elements // columns))
+    tokens, columns = _FORWARD
     grid = triton.cdiv(length, tokens), triton.cdiv(channels, columns), batch
-    forward = Launch(_convolution_forward, grid, *values, tokens, tile, columns, fp8_rows, num_warps=warps)
+    forward = Launch(_convolution_forward, grid, *values, tokens, _TILE, columns, num_warps=4)
     tokens, columns = _BACKWARD
     grid = _programs(shape, kernel, history), triton.cdiv(channels, columns), batch
     # With a few more registers per thread, a multiprocessor holds seven programs instead of eight.
@@ -130,9 +121,9 @@ def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["length"])
 def _convolution_forward(
-    x, previous, weight, y, data, scale, length, channels,
+    x, previous, weight, y, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, FP8: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     batch, row = tl.program_id(2).to(tl.int64), tl.arange(0, TILE)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -156,12 +147,7 @@ def _convolution_forward(
         if SILU:
             total = total * sigmoid(total)
         inside = (first + row < length)[:, None] & known
-        at = row[:, None] * channels + column[None, :]
-        rounded = total.to(y.dtype.element_ty)
-        tl.store(y + place + at, rounded, mask=inside)
-        if FP8:
-            of_tile = scale + (batch * length + first)
-            store_fp8_rows(rounded.to(tl.float32), data + place, of_tile, row, at, inside, length - first)
+        tl.store(y + place + (row[:, None] * channels + column[None, :]), total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

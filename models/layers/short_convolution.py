@@ -40,7 +40,6 @@ class CausalConvolution(nn.Module):
     def __init__(self, channels: int, kernel: int, *, silu: bool) -> None:
         super().__init__()
         self.silu = silu
-        self.fp8_rows = False  # a trainer sets it if FP8 linears read the output
         self.weight = nn.Parameter(torch.empty(channels, kernel))
         nn.init.uniform_(self.weight, -(kernel**-0.5), kernel**-0.5)
 
@@ -86,7 +85,7 @@ class CausalConvolution(nn.Module):
             # The history belongs directly before the first real token.
             padded = F.pad(x, (0, 0, past, 0)).scatter(1, _window(mask.int().argmax(1), previous), previous)
             previous, x = padded[:, :past], padded[:, past:]
-        y = _convolve(previous, x, self.weight, self.silu, self.fp8_rows)
+        y = _convolve(previous, x, self.weight, self.silu)
         if not return_history:
             return y, None
         padded = _behind(previous, x, past)
@@ -109,7 +108,7 @@ class CausalConvolution(nn.Module):
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
         previous = from_previous_rank(group, x[:, x.shape[1] - past :]) if past else x[:, :0]
         if cu_seqlens is None:
-            return _convolve(previous, x, self.weight, self.silu, self.fp8_rows)
+            return _convolve(previous, x, self.weight, self.silu)
         segments = shard_segments(cu_seqlens, x.shape[1], group)
         # Only tokens of the segment in which the shard begins.
         same_segment = torch.arange(past, 0, -1, device=x.device) <= segments.age
@@ -167,18 +166,14 @@ def _behind(previous: Tensor | None, x: Tensor, past: int) -> Tensor:
     return F.pad(x, (0, 0, past, 0)) if previous is None else torch.cat([previous, x], 1)
 
 
-def _convolve(previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool, fp8_rows: bool = False) -> Tensor:
+def _convolve(previous: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     """Convolve x [batch, length, channels] behind `previous` [batch, kernel - 1, channels], None for zeros.
 
-    This is the only place that decides which kernel runs. fp8_rows: the Triton kernel also writes FP8 rows of the output.
+    This is the only place that decides which kernel runs.
     """
     if is_supported(x) and weight.shape[1] <= _LONGEST:
-        from ..kernels.causal_conv1d import causal_convolution
-
-        y = causal_convolution(previous, x, weight, silu, fp8_rows)
-        recomputable(y, causal_convolution, previous, x, weight, silu)
-        return y
-    if (native := cpu_kernel("causal_conv1d")) is not None and native.supports_convolution(x, weight):
+        from ..kernels.causal_conv1d import causal_convolution as form
+    elif (native := cpu_kernel("causal_conv1d")) is not None and native.supports_convolution(x, weight):
         form = native.causal_convolution
     elif x.device.type == "cpu" and not torch.compiler.is_compiling():
         form = _in_tiles
