@@ -15,7 +15,7 @@ from torch import Tensor
 from ...recompute import recomputable
 from ..launch import aligned
 from .chunk import CHUNK
-from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_DECAY, Kernel, LionCase, LionInputs
+from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_DECAY, Kernel, LionCase, LionInputs, check_addresses
 from .decay_logits import project, project_backward
 from .feature_map import PHI, feature_map_gradients, feature_maps, normalised_silu
 from .tile import TILE
@@ -93,11 +93,7 @@ def _case(
     packed: bool,
 ) -> tuple[Kernel, LionCase]:
     batch, length, heads, dim_k = shape
-    if length * heads * max(dim_k, dim_v) >= 2**31:
-        raise ValueError(
-            f"{length} tokens with {heads} heads of {max(dim_k, dim_v)} channels overflow 32-bit addresses: use "
-            "form='chunked', or shorter sequences"
-        )
+    check_addresses(length, heads, max(dim_k, dim_v))
     mode = LOG_DECAY if decay_dtype is not None else NO_DECAY
     if alone:
         mode = BIAS

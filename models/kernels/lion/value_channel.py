@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from ...backend import disable_compile
 from ...precision import NORMALIZER_EPS
 from ..launch import Launch, aligned, triton
-from .common import block
+from .common import block, check_addresses
 from .value_channel_kernels import (
     output_kernel,
     running_sum_kernel,
@@ -57,7 +57,8 @@ def lion_per_value_channel(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, n
     """Return the sum of both directions, [batch, length, heads, head_dim_v], in v's dtype if normalized, else in float32.
 
     q, k: [batch, length, heads, head_dim_k]; v: [..., head_dim_v]. They have one dtype, float32, float16 or bfloat16.
-    log_decay: as v, in float32; values below -80 count as -80. k and log_decay are 0 at padding.
+    log_decay: as v, in float32; values below -80 count as -80. k and log_decay are 0 at padding. Raises ValueError for sizes that
+    overflow 32-bit addresses.
     """
     return _LionPerValueChannel.apply(q, k, v, log_decay, normalized)
 
@@ -122,6 +123,7 @@ class _Launches(NamedTuple):
 @lru_cache(4096)
 def _launches(device: torch.device, shape: torch.Size, dim_v: int, dtype: torch.dtype, normalized: bool) -> _Launches:
     batch, length, heads, dim_k = shape
+    check_addresses(length, heads, max(dim_k, dim_v))
     chunks, rows, parts = triton.cdiv(length, CHUNK), batch * heads, 2 if normalized else 1
     block_v = block(dim_v, VALUES)
     tiles, width = triton.cdiv(dim_v, block_v), heads * dim_v

@@ -110,3 +110,10 @@ def test_unsupported_head_sizes_are_refused() -> None:
     x = torch.ones(1, 4, 1, 144)
     with pytest.raises(ValueError, match=r"head sizes 144, 144: .* use form='scans'"):
         attend(x, x, x, -x, form=FORM, per_value_channel=True)
+
+
+def test_sizes_that_overflow_are_refused(device: str) -> None:
+    from models.kernels.lion.value_channel import _launches
+
+    with pytest.raises(ValueError, match="overflow 32-bit addresses"):
+        _launches(torch.device(device), torch.Size((1, 2**21, 16, 64)), 64, torch.bfloat16, True)
