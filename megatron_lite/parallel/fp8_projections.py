@@ -61,12 +61,12 @@ def use_fp8(layer: nn.Module, names: Collection[str], tensor: TensorGroup | None
             linear.__class__ = _Linear
         else:  # a row linear of tensor parallelism
             linear.matmul = fp8_linear
-    fused = []
+    fused_mlp = False
     for owner, module in layer.named_modules():
         if all(f"{owner}.{local}".lstrip(".") in names for local in ("gate_proj", "up_proj", "down_proj")):
-            fused += [owner] if fuse_mlp(module, tensor) else []
+            fused_mlp = fuse_mlp(module, tensor)
     if names and hasattr(layer, "norm2"):
-        _quantize_results(layer, names, "mlp" in fused, tensor is not None and tensor.sequence)
+        _quantize_results(layer, names, fused_mlp, tensor is not None and tensor.sequence)
 
 
 def _quantize_results(block: Any, names: Collection[str], fused_mlp: bool, sequence: bool) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 from megatron_lite.config.fp8_schema import Fp8Config
 from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.engine import Engine
-from megatron_lite.fp8 import rowwise
-from megatron_lite.fp8.rowwise import Quantized, attached_rows, dequantized, quantize_rows, transposed
+from megatron_lite.fp8.rowwise import attached_rows, dequantized, quantize_rows, transposed
 from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel import fp8_projections
 from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
@@ -29,6 +28,7 @@ from models.layers.mlp import GatedMLP
 from models.recompute import recompute_elementwise
 from tests import oracle
 from tests.megatron_lite.conftest import batches, model_config
+from tests.megatron_lite.fp8.emulation import record_quantised
 
 LR, WARMUP, STEPS = 3e-4, 3, 6
 CONFIG = model_config(("metala", "attention"), hidden_size=256)
@@ -211,14 +211,7 @@ def test_blocks_that_quantise_their_results_equal_separate_kernels(mixer, recomp
         blocks = [build_layer(spec, index, 5) for index, spec in enumerate(layer_specs(config))][1:-1]
     blocks = [block.bfloat16() for block in blocks]
     x, dy = torch.randn(2, 4, 480, 1024, device="cuda").bfloat16()
-    calls: list[tuple[int, ...]] = []
-    write_rows = rowwise.write_rows
-
-    def counted(out: Quantized, *parts: Tensor) -> None:
-        calls.append(tuple(out.data.shape))
-        write_rows(out, *parts)
-
-    monkeypatch.setattr(rowwise, "write_rows", counted)
+    calls = record_quantised(monkeypatch)
 
     def step() -> list[Tensor]:
         for block in blocks:

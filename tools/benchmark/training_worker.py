@@ -88,6 +88,7 @@ def _measure(
         if number == 0:
             loss, first_step = value, None if launched is None else time.time() - launched
         _send({"step": number + 1})
+    in_graphs = _unallocated_in_graph_pools() if cuda else 0
     return {
         "parameters": training.parameters,
         "keeps": training.keeps,
@@ -96,8 +97,8 @@ def _measure(
         "to first step s": first_step,
         "first step s": times[0],
         "steps s": times[1 + WARM_UP :],
-        "peak GiB": (torch.cuda.max_memory_allocated() + _unallocated_in_graph_pools()) / 2**30 if cuda else None,
-        "held GiB": (torch.cuda.memory_allocated() + _unallocated_in_graph_pools()) / 2**30 if cuda else None,
+        "peak GiB": (torch.cuda.max_memory_allocated() + in_graphs) / 2**30 if cuda else None,
+        "held GiB": (torch.cuda.memory_allocated() + in_graphs) / 2**30 if cuda else None,
         "first loss": loss,
     }
 

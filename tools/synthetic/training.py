@@ -118,7 +118,7 @@ def _accuracies(first: Run, history: list[list[Evaluation]]) -> str:
     best = max(history, key=lambda evaluations: max((x.accuracy for x in evaluations), default=0.0))
     if not best:
         return ""
-    highest = max(range(len(best)), key=lambda i: best[i].accuracy)
+    highest = _scored(best, "best_validation")
     return (
         f"; accuracy {100 * best[-1].accuracy:.1f} %, highest {100 * best[highest].accuracy:.1f} % after epoch "
         f"{(highest + 1) * first.evaluate_every}"

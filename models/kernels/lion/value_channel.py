@@ -2,14 +2,16 @@
 
     y_ic = sum_j (q_i . k_j) W_ijc v_jc / (sum_j (q_i . k_j) W_ijc + eps)        W_ijc = exp(-|c_ic - c_jc|)
 
-c is the running sum of the log decay. Numerators and normalizers have the same masks, so one program computes both, as the sums
-of values u and of weights w: v and 1 forward. Backward, with r the reciprocal of the normalizer, u = r dy and w = -u y:
+c is the running sum of the log decay. Let b and B be a chunk's running sum and total of it:
 
     F_(n+1) = F_n e^B + sum_j k_j (e^(B - b_j) v_j)^T     G_(n-1) = G_n e^B + sum_j k_j (e^(b_j) v_j)^T
     o_i = e^(b_i) (q_i F_n) + e^(B - b_i) (q_i G_n) + the sum inside the chunk (`value_channel_kernels.py`)
 
-Let b and B be a chunk's running sum and total of the log decay. The gradient of v is the same operator with k, q and u in the
-places of q, k and v, and F' and G' are its states. Those of q, k and the log decay are:
+A normalizer is the same sum with 1 in the place of v. The masks are equal, so one program computes both.
+
+Backward, let r be the reciprocal of the normalizer, u = r dy the gradient of the numerator and w = -u y that of the normalizer.
+The gradient of v is the same operator with k, q and u in the places of q, k and v, and F' and G' are its states. The gradients of q,
+k and the log decay are:
 
     dA_ij = sum_c (u_ic v_jc + w_ic) W_ijc inside a chunk, for A_ij = q_i . k_j
 
@@ -21,7 +23,7 @@ places of q, k and v, and F' and G' are its states. Those of q, k and the log de
 
     d log_decay_t = sum of d c_s over s >= t in the chunk, and sum_k F_(n+1) G'_n + F'_(n+1) G_n for later chunks
 
-The states of weights w are added where those of u and v are. Sums are float32. In memory, states are bfloat16 if the inputs
+The states of normalizers and of w are added where those of v and u are. Sums are float32. In memory, states are bfloat16 if the inputs
 are, and everything else is float32.
 """
 

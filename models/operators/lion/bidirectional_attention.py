@@ -182,7 +182,7 @@ def _local(x: _Arguments) -> Tensor:
         return _on_kernels(x, form.removeprefix("triton_"))
     x = x.with_features()
     if form == "triton_value_channel":
-        return _per_value_channel(x)
+        return _on_value_channel_kernels(x)
     if x.per_value_channel and x.normalized:
         return _normalizers_as_values(replace(x, form=form), _local)
     if form == "scans":
@@ -235,7 +235,7 @@ def _per_channel(log_decay: Tensor | None) -> bool:
     return log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
 
 
-def _per_value_channel(x: _Arguments) -> Tensor:
+def _on_value_channel_kernels(x: _Arguments) -> Tensor:
     from ...kernels.lion.value_channel import lion_per_value_channel
 
     assert x.log_decay is not None

@@ -1,9 +1,13 @@
-"""Rounding to FP8 (e4m3) in float64 arithmetic, without torch's FP8 types."""
+"""Rounding to FP8 (e4m3) in float64 arithmetic, without torch's FP8 types, and a record of what is quantised."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
+
+from megatron_lite.fp8 import rowwise
+from megatron_lite.fp8.rowwise import Quantized
 
 MANTISSA, SMALLEST_EXPONENT, LARGEST = 3, -6, 448.0
 
@@ -32,3 +36,16 @@ def emulated(x: Tensor, others: Tensor | None = None) -> Tensor:
         return data * scale
     common = (scale * others).max()
     return rounded(data * (scale * others / common)) * common / others
+
+
+def record_quantised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return a list to which every call of a separate quantising kernel adds the shape of its result."""
+    shapes: list[tuple[int, ...]] = []
+    write_rows = rowwise.write_rows
+
+    def recorded(out: Quantized, *parts: Tensor) -> None:
+        shapes.append(tuple(out.data.shape))
+        write_rows(out, *parts)
+
+    monkeypatch.setattr(rowwise, "write_rows", recorded)
+    return shapes

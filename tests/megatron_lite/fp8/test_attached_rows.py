@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.fp8 import rowwise
-from megatron_lite.fp8.rowwise import Quantized, attached_rows, dequantized, quantize_rows
+from megatron_lite.fp8.rowwise import attached_rows, dequantized, quantize_rows
 from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
 from megatron_lite.parallel.fused_projections import fp8_linear, fuse_projections
 from models.block import Block
 from models.recompute import recompute_elementwise
 from tests.megatron_lite.conftest import model_config
+from tests.megatron_lite.fp8.emulation import record_quantised
 from tests.megatron_lite.fp8.test_rowwise import draw
 from tools.planning.meta_device import import_kernels, kernels_of_cuda
 
@@ -137,14 +137,7 @@ def test_kernels_between_blocks_quantise_their_results(mixer: str, recompute: An
     """Run two blocks on "meta", which takes the paths of CUDA, and list what a separate kernel quantises."""
     size, width, tokens = 256, 512, 2 * 80  # no weight has as many rows
     config = model_config((mixer,), hidden_size=size, intermediate_size=width, num_heads=4)
-    shapes: list[tuple[int, ...]] = []
-    write_rows = rowwise.write_rows
-
-    def counted(out: Quantized, *parts: Tensor) -> None:
-        shapes.append(tuple(out.data.shape))
-        write_rows(out, *parts)
-
-    monkeypatch.setattr(rowwise, "write_rows", counted)
+    shapes = record_quantised(monkeypatch)
     with torch.device("meta"):
         blocks = [Block(config, index).bfloat16() for index in range(2)]
         x = torch.empty(2, 80, size, dtype=torch.bfloat16, requires_grad=True)
