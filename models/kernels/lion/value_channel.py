@@ -10,8 +10,8 @@ c is the running sum of the log decay. Let b and B be a chunk's running sum and 
 A normalizer is the same sum with 1 in the place of v. The masks are equal, so one program computes both.
 
 Backward, let r be the reciprocal of the normalizer, u = r dy the gradient of the numerator and w = -u y that of the normalizer.
-The gradient of v is the same operator with k, q and u in the places of q, k and v, and F' and G' are its states. The gradients of q,
-k and the log decay are:
+The gradient of v is the same operator with k, q and u in the places of q, k and v, and F' and G' are its states. The gradients
+of q, k and the log decay are:
 
     dA_ij = sum_c (u_ic v_jc + w_ic) W_ijc inside a chunk, for A_ij = q_i . k_j
 
@@ -23,8 +23,8 @@ k and the log decay are:
 
     d log_decay_t = sum of d c_s over s >= t in the chunk, and sum_k F_(n+1) G'_n + F'_(n+1) G_n for later chunks
 
-The states of normalizers and of w are added where those of v and u are. Sums are float32. In memory, states are bfloat16 if the inputs
-are, and everything else is float32.
+The states of normalizers and of w are added where those of v and u are. Sums are float32. In memory, states are bfloat16 if the
+inputs are, and everything else is float32.
 """
 
 from __future__ import annotations
