@@ -15,8 +15,8 @@ scale, unless the number is below 2^-13 of the row's largest, or 2^-15 of the la
 its own has the same numbers, except small ones. So ranks exchange no scales, and every layout computes the same matmul.
 
 On CUDA `torch._scaled_mm` multiplies, and Triton kernels quantise (`kernels.py`). Some kernels of the model quantise their own
-result, where `parallel/fp8_projections.py` sets so: the norm before a SwiGLU MLP, the epilogue of MetaLA, and the gradient of a
-norm. They attach the FP8 rows of its rounded 16-bit numbers to it, and `quantize_rows` returns these. Results agree with those of
+result, where `parallel/fp8_projections.py` switches this on: the norm before a SwiGLU MLP, the epilogue of MetaLA, and the gradient
+of a norm. They attach FP8 rows of the rounded 16-bit numbers to the result, and `quantize_rows` returns these. Results agree with those of
 separate kernels up to the order of sums in float32. On a CPU the operands are dequantised and multiplied in float32, which is the
 reference.
 """
@@ -63,7 +63,8 @@ def attached_rows(x: Tensor) -> Quantized | None:
     """Return the FP8 rows that the kernel of x [rows, columns] attached to its storage, or None.
 
     There are none for a part or a transpose of that kernel's result, and none after a change in place. If the kernel wrote FP8
-    rows only, x is one NaN with strides 0, and a permutation is not detected: only a linear that reads the result itself may.
+    rows only, x is one NaN with strides 0, and a permutation is not detected. So only a linear that reads the result itself may
+    take its rows.
     """
     attached: Any = getattr(x.untyped_storage(), "_fp8_rows", None)
     if attached is None:

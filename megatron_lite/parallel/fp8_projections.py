@@ -70,7 +70,7 @@ def use_fp8(layer: nn.Module, names: Collection[str], tensor: TensorGroup | None
 
 
 def _quantize_results(block: Any, names: Collection[str], fused_mlp: bool, sequence: bool) -> None:
-    """Let the kernels of a block that compute inputs or gradients of its FP8 linears quantise them.
+    """Let kernels of a block quantise their results, where FP8 linears read these.
 
     sequence: with sequence parallelism the linears read gathered tensors, which have no rows.
     """
@@ -79,7 +79,7 @@ def _quantize_results(block: Any, names: Collection[str], fused_mlp: bool, seque
     if not sequence:
         block.norm2.fp8_output = fused_mlp
         block.norm2.fp8_gradient = "mixer.out_proj" in names and not block.parallel_residual
-        block.norm1.fp8_gradient = "mlp.down_proj" in names  # of the block before
+        block.norm1.fp8_gradient = "mlp.down_proj" in names  # that of the block before reads it
 
 
 def check_device(device: torch.device, dtype: str, recipe: str) -> None:
