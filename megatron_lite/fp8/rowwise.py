@@ -15,10 +15,10 @@ scale, unless the number is below 2^-13 of the row's largest, or 2^-15 of the la
 its own has the same numbers, except small ones. So ranks exchange no scales, and every layout computes the same matmul.
 
 On CUDA `torch._scaled_mm` multiplies, and Triton kernels quantise (`kernels.py`). Some kernels of the model quantise their own
-result, where `parallel/fp8_projections.py` switches this on: the norm before a SwiGLU MLP, the epilogue of MetaLA, and the gradient
-of a norm. They attach FP8 rows of the rounded 16-bit numbers to the result, and `quantize_rows` returns these. Results agree with those of
-separate kernels up to the order of sums in float32. On a CPU the operands are dequantised and multiplied in float32, which is the
-reference.
+result, where `parallel/fp8_projections.py` switches this on: the norm before a SwiGLU MLP, the epilogue of MetaLA, and the
+gradient of a norm. They attach FP8 rows of the rounded 16-bit numbers to the result, and `quantize_rows` returns these. Results
+agree with those of separate kernels up to the order of sums in float32. On a CPU the operands are dequantised and multiplied in
+float32, which is the reference.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Norm(nn.Module):
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.ones(size)) if config.norm_affine else None
         self.bias = nn.Parameter(torch.zeros(size)) if config.norm_affine and self.centred else None
-        # A trainer sets these if FP8 linears alone read the output, or if one reads the gradient of x and delta.
+        # A trainer sets these. fp8_output: only FP8 linears read the output. fp8_gradient: one reads the gradient of x and delta.
         self.fp8_output = self.fp8_gradient = False
 
     def forward(
