@@ -6,8 +6,9 @@ a has 16 bits, g float32. PyTorch's own kernels would read and write intermediat
 GLA and the self-augmentation both read q, k and v, and k and g are functions of a. The kernel of GLA's gradients
 (`models/kernels/gla/chunk_output.py`) accumulates both gradients of q, k and v, and computes that of a. The gradients of q, a, v
 and the output gate are adjacent in memory, so that one matmul can take them.
-The epilogue reads its inputs once per pass; its backward pass recomputes everything from them. Every program sums the
-gradient of the augmentation weight over its tokens. A second kernel sums over programs in a fixed order.
+Both passes of the epilogue read their inputs once; the backward pass recomputes everything from them. A row is one head of one
+token. A tile has some heads of some tokens, so narrow rows are adjacent in memory. Every program sums the gradient of the
+augmentation weight over its tokens, and a second kernel sums over programs in a fixed order.
 The epilogue of the core can write FP8 rows of its rounded output instead of 16 bits (`attach_rows`).
 Reference: `models/operators/metala.py`.
 """
@@ -160,8 +161,7 @@ class _Epilogue(torch.autograd.Function):
         dq = dk = dv = partial = None
         if aug_weight is not None:
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-            programs = _programs(o.shape, *_BACKWARD[:2])[1]
-            partial = torch.empty(programs, aug_weight.numel(), dtype=torch.float32, device=o.device)
+            partial = o.new_empty(_grid(o.shape, *_BACKWARD[:2])[2], aug_weight.numel(), dtype=torch.float32)
         if o.numel():
             launch = _launches(*ctx.case)[1]
             launch(aligned(dy), o, q, k, v, aug_weight, gate, do, dq, dk, dv, None, partial, dgate)
@@ -203,8 +203,7 @@ def epilogue_backward(
     """
     do = torch.empty_like(o)
     d_strength = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
-    programs = _programs(o.shape, *_BACKWARD[:2])[1]
-    partial = torch.empty(programs, aug_weight.numel(), dtype=torch.float32, device=o.device)
+    partial = o.new_empty(_grid(o.shape, *_BACKWARD[:2])[2], aug_weight.numel(), dtype=torch.float32)
     _launches(*_case(o, q, aug_weight, eps), dgate.stride(1))[1](
         dy, o, q, k, v, aug_weight, gate, do, None, None, dv, d_strength, partial, dgate
     )
@@ -224,9 +223,9 @@ def _launches(
     sizes = batch * length, heads, eps, dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v)
 
     def launch(kernel: Any, elements: int, programs: int, warps: int, *constants: Any) -> Launch:
-        rows, grid = _programs(shape, elements, programs)
-        values = *sizes, rows, weight is not None, *constants
-        return Launch(kernel, (grid, heads), *values, num_warps=warps, num_stages=1)
+        tile_tokens, tile_heads, grid = _grid(shape, elements, programs)
+        values = *sizes, tile_tokens, tile_heads, weight is not None, *constants
+        return Launch(kernel, (grid, heads // tile_heads), *values, num_warps=warps, num_stages=1)
 
     return launch(_epilogue_forward, *_FORWARD), launch(
         _epilogue_backward, *_BACKWARD, gradient_stride or heads * dim_v, gradient_stride > 0
@@ -238,10 +237,9 @@ def _rows_launch(
     device: torch.device, dtype: torch.dtype, weight: torch.dtype, shape: torch.Size, dim_k: int, eps: float
 ) -> Launch:
     """Return the launch of `_epilogue_rows`. A program computes whole tokens, with as many numbers per warp as `_FORWARD`."""
-    batch, length, heads, dim_v = shape
+    tokens, heads, dim_v = shape[0] * shape[1], *shape[2:]
     blocks = tuple(triton.next_power_of_2(x) for x in (dim_k, dim_v, heads))
     warps = min(16, max(1, blocks[1] * blocks[2] // _FORWARD[0]))
-    tokens = batch * length
     values = tokens, heads, eps, dim_k, dim_v, *blocks
     return Launch(_epilogue_rows, (min(tokens, _FORWARD[1] // warps),), *values, num_warps=warps, num_stages=1)
 
@@ -252,31 +250,33 @@ _FORWARD = 512, 4096, 1
 _BACKWARD = 128, 16384, 1
 
 
-def _programs(shape: torch.Size, elements: int, programs: int) -> tuple[int, int]:
-    """Return rows per tile and programs per head. With enough tokens the number of programs does not depend on them."""
+def _grid(shape: torch.Size, elements: int, programs: int) -> tuple[int, int, int]:
+    """Return tokens and heads per tile, and programs per tile of heads. With enough tokens these do not depend on the tokens."""
     batch, length, heads, dim_v = shape
     rows = max(1, elements // triton.next_power_of_2(dim_v))
-    return rows, min(triton.cdiv(batch * length, rows), max(1, programs // heads))
+    tile_heads = min(rows, heads & -heads)  # a power of two that divides the heads
+    grid = min(triton.cdiv(batch * length, rows // tile_heads), max(1, programs * tile_heads // heads))
+    return rows // tile_heads, tile_heads, grid
 
 
 @triton.jit
-def _tile(x, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
-    """Return addresses and mask of [tokens, channels] of head h in x: [tokens, heads, D]."""
-    mask = (t < T)[:, None]
+def _tile(x, r, d, R, D: tl.constexpr, BD: tl.constexpr):
+    """Return addresses and mask of channels d of rows r in x: [R, D]."""
+    mask = (r < R)[:, None]
     if D % BD != 0:
         mask = mask & (d < D)[None, :]
-    return x + (t[:, None].to(tl.int64) * H + h) * D + d[None, :], mask
+    return x + r[:, None] * D + d[None, :], mask
 
 
 @triton.jit
-def _load(x, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
-    address, mask = _tile(x, t, d, h, T, H, D, BD)
+def _load(x, r, d, R, D: tl.constexpr, BD: tl.constexpr):
+    address, mask = _tile(x, r, d, R, D, BD)
     return tl.load(address, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(x, value, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
-    address, mask = _tile(x, t, d, h, T, H, D, BD)
+def _store(x, value, r, d, R, D: tl.constexpr, BD: tl.constexpr):
+    address, mask = _tile(x, r, d, R, D, BD)
     tl.store(address, value.to(x.dtype.element_ty), mask=mask)
 
 
@@ -299,17 +299,16 @@ def _normalise(x, d, eps, V: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def _output(
-    o, q, k, v, weight, gate, t, h, T, H, eps,
+    o, q, k, v, weight, gate, r, R, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, AUGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Return the output of tokens t of head h, [tokens, BV] in float32; weight: [tokens or 1, BK]."""
+    """Return the output of rows r, [rows, BV] in float32; weight: [rows, BK]."""
     ck, cv = tl.arange(0, BK), tl.arange(0, BV)
-    x = _load(o, t, cv, h, T, H, V, BV)
-    u = _load(gate, t, cv, h, T, H, V, BV)
+    x = _load(o, r, cv, R, V, BV)
+    u = _load(gate, r, cv, R, V, BV)
     if AUGMENT:
-        qk = _load(q, t, ck, h, T, H, K, BK) * _load(k, t, ck, h, T, H, K, BK)
-        strength = tl.sum(qk * weight, 1)
-        x += _half_tanh(strength[:, None] * _load(v, t, cv, h, T, H, V, BV))
+        strength = tl.sum(_load(q, r, ck, R, K, BK) * _load(k, r, ck, R, K, BK) * weight, 1)
+        x += _half_tanh(strength[:, None] * _load(v, r, cv, R, V, BV))
     normal, _ = _normalise(x, cv, eps, V, BV)
     return normal * u * sigmoid(u)
 
@@ -317,17 +316,19 @@ def _output(
 @triton.jit
 def _epilogue_forward(
     o, q, k, v, aug_weight, gate, y, T, H, eps,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    AUGMENT: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1)
-    ck, cv = tl.arange(0, BK), tl.arange(0, BV)
-    weight = tl.zeros([1, BK], tl.float32)
+    ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BT * BH)
+    h = tl.program_id(1) * BH + row % BH
+    R = tl.cast(T, tl.int64) * H
+    weight = 0.0
     if AUGMENT:
-        weight = tl.load(aug_weight + h * K + ck, mask=ck < K, other=0.0).to(tl.float32)[None, :]
+        weight = _load(aug_weight, h, ck, H, K, BK)
     for start in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
-        t = start + tl.arange(0, BT)
-        out = _output(o, q, k, v, weight, gate, t, h, T, H, eps, K, V, BK, BV, AUGMENT)
-        _store(y, out, t, cv, h, T, H, V, BV)
+        r = (start + row // BH).to(tl.int64) * H + h
+        out = _output(o, q, k, v, weight, gate, r, R, eps, K, V, BK, BV, AUGMENT)
+        _store(y, out, r, cv, R, V, BV)
 
 
 @triton.jit
@@ -336,64 +337,65 @@ def _epilogue_rows(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     h, cv = tl.arange(0, BH), tl.arange(0, BV)
-    # The heads of a token are rows, as the tokens of a head are in `_epilogue_forward`.
-    weight = _load(aug_weight, h, tl.arange(0, BK), 0, H, 1, K, BK)
+    weight = _load(aug_weight, h, tl.arange(0, BK), H, K, BK)
     inside = (h < H)[:, None] & (cv < V)[None, :]
     for t in range(tl.program_id(0), T, tl.num_programs(0)):
         row = tl.cast(t, tl.int64) * H
         out = _output(
-            o + row * V, q + row * K, k + row * K, v + row * V, weight, gate + row * V, h, 0, H, 1, eps,
-            K, V, BK, BV, True,
-        )  # fmt: skip
+            o + row * V, q + row * K, k + row * K, v + row * V, weight, gate + row * V, h, H, eps, K, V, BK, BV, True
+        )
         rounded = out.to(y.dtype.element_ty).to(tl.float32)
         of_row, reciprocal = fp8_scale(tl.max(tl.max(magnitude_bits(rounded, inside), 1), 0))
         tl.store(scale + t, of_row)
-        _store(data + row * V, rounded * reciprocal, h, cv, 0, H, 1, V, BV)
+        _store(data + row * V, rounded * reciprocal, h, cv, H, V, BV)
     tl.store(y, float("nan"), mask=tl.program_id(0) == 0)
 
 
 @triton.jit
 def _epilogue_backward(
     dy, o, q, k, v, aug_weight, gate, do, dq, dk, dv, d_strengths, partial, dgate, T, H, eps,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
-    STRIDE: tl.constexpr, STRIDED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    AUGMENT: tl.constexpr, STRIDE: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1)
-    ck, cv = tl.arange(0, BK), tl.arange(0, BV)
+    ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BT * BH)
+    h = tl.program_id(1) * BH + row % BH
+    R = tl.cast(T, tl.int64) * H
     if AUGMENT:
-        weight = tl.load(aug_weight + h * K + ck, mask=ck < K, other=0.0).to(tl.float32)
-        d_weight = tl.zeros([BK], tl.float32)
+        weight = _load(aug_weight, h, ck, H, K, BK)
+        d_weight = tl.zeros([BT * BH, BK], tl.float32)
     for start in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
-        t = start + tl.arange(0, BT)
-        x = _load(o, t, cv, h, T, H, V, BV)
-        u = _load(gate, t, cv, h, T, H, V, BV)
-        grad = _load(dy, t, cv, h, T, H, V, BV)
+        t = (start + row // BH).to(tl.int64)
+        r = t * H + h
+        x = _load(o, r, cv, R, V, BV)
+        u = _load(gate, r, cv, R, V, BV)
+        grad = _load(dy, r, cv, R, V, BV)
         if AUGMENT:
-            query, key = _load(q, t, ck, h, T, H, K, BK), _load(k, t, ck, h, T, H, K, BK)
-            value = _load(v, t, cv, h, T, H, V, BV)
-            strength = tl.sum(query * key * weight[None, :], 1)
+            query, key = _load(q, r, ck, R, K, BK), _load(k, r, ck, R, K, BK)
+            value = _load(v, r, cv, R, V, BV)
+            strength = tl.sum(query * key * weight, 1)
             augmentation = _half_tanh(strength[:, None] * value)
             x += augmentation
         normal, inverse = _normalise(x, cv, eps, V, BV)
         s = sigmoid(u)
         d_gate = grad * normal * s * (1.0 + u * (1.0 - s))
-        at = t[:, None].to(tl.int64) * STRIDE + h * V + cv[None, :]
+        at = (t * STRIDE + h * V)[:, None] + cv[None, :]
         inside = (t < T)[:, None] & (cv < V)[None, :]
         tl.store(dgate + at, d_gate.to(dgate.dtype.element_ty), mask=inside)
         d_normal = grad * u * s
         d_normal -= (tl.sum(d_normal, 1) / V)[:, None] + normal * (tl.sum(d_normal * normal, 1) / V)[:, None]
         d_x = d_normal * inverse[:, None]
-        _store(do, d_x, t, cv, h, T, H, V, BV)
+        _store(do, d_x, r, cv, R, V, BV)
         if AUGMENT:
             d_product = d_x * (0.25 - augmentation * augmentation)
             d_strength = tl.sum(d_product * value, 1)
             tl.store(dv + at, (d_product * strength[:, None]).to(dv.dtype.element_ty), mask=inside)
             if STRIDED:
-                tl.store(d_strengths + t.to(tl.int64) * H + h, d_strength, mask=t < T)
+                tl.store(d_strengths + r, d_strength, mask=t < T)
             else:
-                _store(dq, d_strength[:, None] * weight[None, :] * key, t, ck, h, T, H, K, BK)
-                _store(dk, d_strength[:, None] * weight[None, :] * query, t, ck, h, T, H, K, BK)
-            d_strength = d_strength[:, None]
-            d_weight += tl.sum(d_strength * query * key, 0)
+                _store(dq, d_strength[:, None] * weight * key, r, ck, R, K, BK)
+                _store(dk, d_strength[:, None] * weight * query, r, ck, R, K, BK)
+            d_weight += d_strength[:, None] * query * key
     if AUGMENT:
-        tl.store(partial + (tl.program_id(0) * H + h) * K + ck, d_weight, mask=ck < K)
+        head = tl.program_id(1) * BH + tl.arange(0, BH)
+        of_head = tl.sum(tl.reshape(d_weight, [BT, BH, BK]), 0)
+        _store(partial + tl.program_id(0) * H * K, of_head, head, ck, H, K, BK)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.projections import linear
@@ -15,10 +14,9 @@ from ..operators.context_parallel import context_parallel_group, shard_segments
 from ..operators.gla.gated_linear_attention import flops_per_head
 from ..operators.lion.context_parallel import from_other_ranks
 from ..operators.lion.scans import two_scans
-from ..operators.metala import metala_epilogue
+from ..operators.metala import decay_and_key, metala_epilogue
 from ..operators.varlen import without_padding
 from ..options import DT_MAX, DT_MIN, ModelShape, check_key_dim, check_time_steps, option, require_at_least
-from ..precision import to_accumulation_dtype
 from .metala import DECAY_INIT, MetaLA, initial_decay, with_decay
 
 
@@ -103,11 +101,8 @@ class MetaLABidirectional(nn.Module):
             x, _ = self.conv(x, mask, cu_seqlens)
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim_k))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
-        # alpha = sigmoid(a)^(1/16), in float32.
-        a = with_decay(self.a_proj(x), self.decay, x)
-        log_decay = (F.logsigmoid(to_accumulation_dtype(a)) / 16).unflatten(-1, (-1, self.head_dim_k))
-        k = -torch.expm1(log_decay)
-        log_decay, k = without_padding(mask, log_decay, k)
+        a = with_decay(self.a_proj(x), self.decay, x).unflatten(-1, (-1, self.head_dim_k))
+        log_decay, k = without_padding(mask, *decay_and_key(a))
         scale = self.head_dim_k**-0.5 if self.options.preset == "released" else 1.0
         group = context_parallel_group()
         if group is None:
@@ -116,7 +111,7 @@ class MetaLABidirectional(nn.Module):
             segments = None if cu_seqlens is None else shard_segments(cu_seqlens, x.shape[1], group)
             o = two_scans(q, k, v, log_decay, scale, None if segments is None else segments.cu_seqlens)
             o = o + from_other_ranks(group, q * scale, k, v, log_decay, log_decay, segments).to(o.dtype)
-        return self.out_proj(metala_epilogue(o, q, k.to(v.dtype), v, self.aug_weight, self.gate_proj(x)))
+        return self.out_proj(metala_epilogue(o, q, k, v, self.aug_weight, self.gate_proj(x)))
 
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with both recurrences in chunks of 64 tokens."""

@@ -53,6 +53,13 @@ PACKED = [0, 0, 1, 60, 188, 188, 300, 400, 400]
         ((2, 300, 2, 128, 256), "later", torch.bfloat16),
         ((2, 300, 2, 128, 128), "strong", torch.bfloat16),
         ((2, 300, 2, 128, 128), "mild", torch.float16),
+        # Heads of at most 16 channels, as in Long Range Arena.
+        ((2, 300, 16, 4, 8), "mild", torch.bfloat16),
+        ((2, 300, 3, 4, 8), "strong", torch.bfloat16),
+        ((2, 256, 2, 16, 16), "single", torch.float16),
+        ((2, 256, 2, 16, 16), "later", torch.bfloat16),
+        ((1, 5000, 2, 4, 8), "mild", torch.bfloat16),
+        ((1, 400, 4, 4, 8), "single", torch.bfloat16),
         # Few long sequences, which are split into segments.
         ((1, 5000, 2, 64, 128), "mild", torch.bfloat16),
         ((1, 4096, 2, 64, 128), "later", torch.bfloat16),

@@ -83,8 +83,13 @@ class GLACase:
 
     @property
     def _narrowest(self) -> int:
-        # Triton 3.6 and 3.7 compile matmuls of 32 columns for Hopper so that they read outside of their memory.
-        return 16 if self.dtype == torch.float32 else 64
+        # Triton 3.6 and 3.7 compile matmuls of four warps with 32 columns for Hopper so that they read outside of their memory.
+        return 16 if self.dtype == torch.float32 or self.narrow else 64
+
+    @property
+    def narrow(self) -> bool:
+        """Return whether a head fits into 16 channels. Two warps then multiply its tiles, not with Hopper's matmuls of four."""
+        return max(self.dim_k, self.dim_v) <= 16
 
     @property
     def even(self) -> bool:
@@ -314,7 +319,12 @@ def splits_of(case: GLACase) -> int:
 
 def scan_config(case: GLACase) -> tuple[int, int, int, int]:
     """Return block of keys, block of values, warps and pipeline stages."""
-    return min(case.block_k, 64), min(case.block_v, 128), 4, 3 if case.dtype != torch.float32 else 1
+    return (
+        min(case.block_k, 64),
+        min(case.block_v, 128),
+        2 if case.narrow else 4,
+        3 if case.dtype != torch.float32 else 1,
+    )
 
 
 @lru_cache(4096)
@@ -341,7 +351,7 @@ def _state_launches(case: GLACase, backward: bool, edge: bool, leave: bool) -> t
 def chunk_launches(case: GLACase) -> tuple[Launch, Launch]:
     """Return the forward and the backward launch."""
     sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
-    options = {"num_warps": 4 if case.block_k <= 64 else 8, "num_stages": 1}
+    options = {"num_warps": 2 if case.narrow else 4 if case.block_k <= 64 else 8, "num_stages": 1}
     forward = Launch(
         chunk_output_forward_kernel, (case.chunks, -(-case.dim_v // case.block_v), case.rows),
         *sizes, CHUNK, MATMUL_LIMIT, *case.flags, **options,
@@ -361,7 +371,7 @@ def exact_launches(case: GLACase) -> tuple[Launch, Launch]:
     grid = -(-case.chunks // together), case.rows
     sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
     constants = CHUNK, _SUB, MATMUL_LIMIT, together
-    options = {"num_warps": 8, "num_stages": 1}
+    options = {"num_warps": 2 if case.narrow else 8, "num_stages": 1}
     forward = Launch(exact_forward_kernel, grid, *sizes, *constants, *case.flags, **options)
     backward = Launch(
         exact_backward_kernel, grid, *sizes, *constants, *case.gradient_strides, case.layer, *case.flags, **options

@@ -10,7 +10,14 @@ from torch import Tensor
 from models.operators.metala import metala_epilogue
 from tests.models.kernels.conftest import Replace, apart
 
-SHAPES = [(2, 7, 3, 8, 16), (1, 33, 2, 24, 48), (1, 70, 4, 64, 128), (1, 1, 1, 4, 4)]
+SHAPES = [
+    (2, 7, 3, 8, 16),
+    (1, 33, 2, 24, 48),
+    (1, 70, 4, 64, 128),
+    (1, 1, 1, 4, 4),
+    (2, 37, 16, 4, 8),
+    (1, 40, 12, 3, 5),
+]
 
 
 def inputs(shape: tuple[int, int, int, int, int], augment: bool) -> list[Tensor | None]:
