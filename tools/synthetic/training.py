@@ -56,13 +56,12 @@ def train_together(
     prepared = time.perf_counter()
     history: list[list[Evaluation]] = [[] for _ in runs]
     losses: list[float] = []
-    first_epoch, epoch, stopped = 0, 0, ""
+    first_epoch, epoch, stopped, earlier_seconds = 0, 0, "", 0.0
     store = CheckpointStore(checkpoint_folder, runs)
     if saved := store.load():
-        first_epoch, history = saved.epoch, saved.history
+        first_epoch, history, earlier_seconds = saved.epoch, saved.history, saved.seconds
         for model_run, state in zip(steps.model_runs, saved.model_runs, strict=True):
             model_run.load_state(state)
-        prepared -= saved.seconds
         progress(first_epoch * first.steps_per_epoch * len(runs), f"{first.name} resumes after epoch {first_epoch}")
     for epoch in range(first_epoch + 1, first.epochs + 1):
         steps.train_epoch(epoch - 1)
@@ -83,12 +82,13 @@ def train_together(
         time_up = time.monotonic() >= end
         if time_up or store.due:
             model_runs = [model_run.state() for model_run in steps.model_runs]
-            store.save(GroupState(epoch, time.perf_counter() - prepared, history, model_runs))
+            seconds = earlier_seconds + time.perf_counter() - prepared
+            store.save(GroupState(epoch, seconds, history, model_runs))
         if time_up:
             raise TimeUpError(
                 f"{first.name}: saved after epoch {epoch} of {first.epochs}" + _accuracies(first, history)
             )
-    seconds = time.perf_counter() - prepared
+    seconds = earlier_seconds + time.perf_counter() - prepared
     steps_done = epoch * first.steps_per_epoch
     scored = [_scored(run_history, first.scored) for run_history in history]
     return [

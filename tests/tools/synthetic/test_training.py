@@ -112,6 +112,7 @@ def test_resumed_sweep_equals_uninterrupted_sweep(
     (alone,) = train_together(both[1:], examples, CPU, checkpoint_folder=tmp_path)
     assert alone["history"] == expected[1]["history"]
     assert 1000 < alone["seconds"] < 1100
+    assert alone["preparation_seconds"] >= 0
     assert alone["steps_per_second"] <= 0.1
     (tmp_path / f"{both[0].id}.pt").write_bytes(b"PK")
     with pytest.raises(ValueError, match=rf"{both[0].id}\.pt cannot be read .*: remove it, and the run starts from"):
