@@ -25,6 +25,8 @@ except ImportError as error:
         "the kernels of models/kernels need Triton: pip install triton; forms of plain PyTorch work without"
     ) from error
 
+_LARGEST_GRID = 65_535  # of the second and third axis
+
 
 class Launch:
     """Call kernel[grid](*pointers, *values, **options) with everything fixed except the pointers.
@@ -32,10 +34,17 @@ class Launch:
     The device, the pointers' dtypes and which of them are None must be the same at every call. The first pointer must not be
     None. A cache of launches therefore needs all of these in its key. The kernel starts on the current stream of the device.
     On "meta" no kernel starts.
+
+    Raises ValueError for a grid that CUDA cannot start.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         self._kernel, self._grid, self._values, self._options = kernel, (*grid, 1, 1)[:3], values, options
+        if max(self._grid[1:]) > _LARGEST_GRID:
+            raise ValueError(
+                f"{kernel.__name__} needs a grid of {self._grid} programs. CUDA starts at most {_LARGEST_GRID} along the second "
+                "and third axis, which count sequences times heads: use a smaller batch (batch.micro_batch_size in training)"
+            )
         self._device = -1
         # The key is the pointers that are not multiples of 16 bytes: Triton reads vectors from the others. A parameter in a
         # trainer's flat memory may have any address.

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-from models.kernels.launch import direct_launch
+from models.kernels.launch import Launch, direct_launch
 
 GRID = (7, 3, 1)
 
@@ -94,3 +94,12 @@ def test_launcher_without_c_function_has_no_direct_launch() -> None:
         raise AssertionError("launched")
 
     assert direct_launch(SimpleNamespace(run=run, function=1, packed_metadata=()), GRID, 2) is None
+
+
+def test_grid_beyond_cuda_is_refused() -> None:
+    def kernel() -> None:
+        pass
+
+    Launch(kernel, (70_000, 65_535))
+    with pytest.raises(ValueError, match=r"kernel needs a grid of \(3, 65536, 1\) programs.*batch.micro_batch_size"):
+        Launch(kernel, (3, 65_536))
