@@ -32,9 +32,8 @@ from megatron_lite.validation import ValidationSet, due_measurements, evaluate
 
 ModelT = TypeVar("ModelT")
 
-_LONG = (
-    3.0  # times `run.watchdog_minutes` and `run.timeout_minutes`, for the first step, which compiles, and for suites
-)
+# Times `run.watchdog_minutes` and `run.timeout_minutes`, for the first step, which compiles, and for suites.
+_LONG = 3.0
 _FIRST_STEP_MINUTES = 30.0  # least timeout of collectives in the first step
 
 
@@ -147,7 +146,11 @@ class Trainer(Generic[ModelT]):
         self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean, state.losses_seen)
         tokens = config.batch.tokens_per_step // config.batch.data_ranks // config.parallel.context
         self._replicas = ReplicaCheck(engine.optimizer_state, engine.grid, config.run.replica_check_interval, tokens)
-        self._stragglers = StragglerDetector(engine.layers, engine.grid, config.logging.spread_interval)
+        parallel = config.parallel
+        # These call no layer as a module, or would compile it again for the hooks.
+        hooked = not (parallel.compile or parallel.cuda_graph or parallel.tensor_overlap)
+        layers = engine.layers if hooked else []
+        self._stragglers = StragglerDetector(layers, engine.grid, config.logging.spread_interval)
 
     def fit(self) -> FitResult:
         """Train to the last step or to a signal.
@@ -226,7 +229,7 @@ class Trainer(Generic[ModelT]):
         state.seconds += seconds
         state.skipped_steps += result.skipped
         state.loss_mean, state.losses_seen = self._spikes.mean, self._spikes.seen
-        spread = self._stragglers.compare(data_seconds) if self._stragglers.is_due(state.step) else None
+        stragglers = self._stragglers.compare(data_seconds) if self._stragglers.is_due(state.step) else None
         if self.metrics is not None and (_due(state.step, config.logging.interval) or result.skipped):
             values = self._step_metrics.values(
                 result,
@@ -236,11 +239,11 @@ class Trainer(Generic[ModelT]):
                 skipped_steps=state.skipped_steps,
                 seconds=seconds,
                 data_seconds=data_seconds,
-                spread=spread,
+                stragglers=stragglers,
             )
             self._log({**values, **sources.take()}, "train")
-        if self.metrics is not None and spread is not None:
-            for text in spread.slow:
+        if self.metrics is not None and stragglers is not None:
+            for text in stragglers.slow:
                 self.metrics.warn(state.step, text, kind="slow_rank")
         try:
             self._replicas.finish()

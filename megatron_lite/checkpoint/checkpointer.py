@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.reader import (
-    OPTIMIZER_KEYS,
     CheckpointError,
     Reader,
     exists,
@@ -16,7 +15,7 @@ from megatron_lite.checkpoint.reader import (
     resolve,
 )
 from megatron_lite.checkpoint.writer import CheckpointWriter, refuse_not_finite
-from megatron_lite.optim.zero_state import AVERAGE
+from megatron_lite.optim.zero_state import AVERAGE, MOMENTS
 from megatron_lite.parallel.collectives import barrier, gather, on_all
 
 
@@ -62,7 +61,7 @@ class Checkpointer(CheckpointWriter):
         check_shapes(self._engine.parameter_shapes(), manifest, path)
         reader = Reader(path, manifest)
         optimizer, muon = self._engine.optimizer_state, self._engine.muon_parameters
-        kinds = {kind: kind for kind in ("weight", *OPTIMIZER_KEYS)}
+        kinds = {kind: kind for kind in ("weight", *MOMENTS)}
         if optimizer.has_average:  # which begins at the weights of a checkpoint without one
             kinds[AVERAGE] = AVERAGE if manifest.get(AVERAGE) else "weight"
         for kind, stored in kinds.items():  # kind by kind, so that a resharded tensor is assembled only once
@@ -70,7 +69,7 @@ class Checkpointer(CheckpointWriter):
                 target = fragment.tensors.get(kind)
                 if target is None or not target.numel():
                     continue
-                if kind in OPTIMIZER_KEYS and fragment.name not in muon and is_muon(manifest, fragment.name):
+                if kind in MOMENTS and fragment.name not in muon and is_muon(manifest, fragment.name):
                     target.zero_()  # without the second moment, AdamW cannot use the first one
                 else:
                     target.copy_(reader.read(stored, fragment.name, fragment.shard, fragment.start, target.numel()))

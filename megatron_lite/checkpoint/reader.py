@@ -37,12 +37,11 @@ from megatron_lite.checkpoint.manifest_schema import Manifest
 from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.fault_tolerance.finite_check import is_finite
 from megatron_lite.near_folders import near_folders
-from megatron_lite.optim.zero_state import AVERAGE
+from megatron_lite.optim.zero_state import AVERAGE, MOMENTS
 from megatron_lite.parallel.sharding_plan import Shard
 
 FORMAT = "metalion-checkpoint"
 VERSION = 2  # version 1 has no shards
-OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
 MANIFEST, CONFIG = "manifest.json", "config.yml"
 _STEP = re.compile(r"step_[0-9]+")
 _NEEDED = "a run folder, a checkpoints folder with the file 'latest', or a step folder with manifest.json is needed"
@@ -191,7 +190,7 @@ def optimizer_kinds(manifest: Mapping[str, Any], name: str | None = None) -> tup
     """Return the kinds of tensors in the optimizer files of a checkpoint, or of one parameter; none for imported weights."""
     if manifest.get("optimizer") == "none":
         return ()
-    moments = OPTIMIZER_KEYS if name is None or not is_muon(manifest, name) else OPTIMIZER_KEYS[:1]
+    moments = MOMENTS if name is None or not is_muon(manifest, name) else MOMENTS[:1]
     return (*moments, *((AVERAGE,) if manifest.get(AVERAGE) else ()))
 
 

@@ -191,7 +191,8 @@ def rollback_to(folder: Path) -> Path | None:
     """Let `latest` name a step folder and archive the later ones. Call it on one process.
 
     Returns:
-        the archive, a new folder; None if there were no later ones. After a kill, `latest` excludes those that remain.
+        the archive, a new folder; None if there were no later ones. If the process is killed in between, the folders that were
+        not moved are later than `latest`, so a resume ignores them.
     """
     directory = folder.parent
     later = [path for step, path in step_folders(directory).items() if step > step_of(folder)]

@@ -258,8 +258,8 @@ class CheckpointWriter:
         try:
             for stem, group in groups.items() if not problem else ():
                 files |= write_file(temporary / f"{stem}-{self._engine.grid.rank:05d}.safetensors", group)
-        except OSError as error:
-            problem = str(error)
+        except Exception as error:  # every process must learn of it: the others wait for this one
+            problem = _text(error)
         return Written(problem, pieces, files)
 
     def _complete(self, save: _Save, everyone: list[Written]) -> str:
@@ -272,9 +272,13 @@ class CheckpointWriter:
             if self._keep_last:
                 keep = {step for step in step_folders(self._directory) if self._is_permanent(step)}
                 prune(self._directory, keep_last=self._keep_last, keep=keep)
-        except OSError as error:
-            return str(error)
+        except Exception as error:
+            return _text(error)
         return ""
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def refuse_not_finite(what: str, names: Sequence[str], directory: Path, grid: Grid) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..parallel.layout import Layout, Limits, layout_problems, limits_of, nearest_layouts
@@ -103,7 +103,8 @@ def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPa
             micro = given("batch", "micro_batch_size")
             if micro is None and ("batch", "micro_batch_size") in derived:
                 micro = derived["batch", "micro_batch_size"].value
-            conflict = _overlap_conflict({**(tree.get("parallel") or {}), **sizes}, micro)
+            packed = given("data", "reset_at_documents")
+            conflict = _overlap_conflict({**(tree.get("parallel") or {}), **sizes}, micro, packed)
             if not given("parallel", "cuda_graph"):
                 conflict = "parallel.cuda_graph = false"
             reason = conflict or "parallel.cuda_graph, parallel.tensor and an even micro-batch size"
@@ -176,7 +177,8 @@ def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
             f"= {parallel.zero_stage} is not supported with parallel.pipeline = {parallel.pipeline}, whose stages keep "
             "gradients over many micro-batches: 0 and 1 are allowed, or parallel.pipeline = 1",
         )
-    conflict = _overlap_conflict(parallel.model_dump(), config.batch.micro_batch_size)
+    packed = config.data.reset_at_documents
+    conflict = _overlap_conflict(parallel.model_dump(), config.batch.micro_batch_size, packed)
     if parallel.tensor_overlap and conflict:
         yield Problem(
             ("parallel", "tensor_overlap"), f"= true is not supported with {conflict}: set it to false, or to null"
@@ -189,12 +191,15 @@ def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
     unsupported = list(layout_problems(requested, limits))
     for index, (key, text) in enumerate(unsupported):
         if index == len(unsupported) - 1:
-            near = nearest_layouts(requested, config.batch.data_ranks * parallel.model_ranks, limits)
+            # Image classifiers have no pipeline stages (`image_problems`).
+            stages = 1 if config.data.objective == "classification" else limits.num_layers
+            ranks = config.batch.data_ranks * parallel.model_ranks
+            near = nearest_layouts(requested, ranks, replace(limits, num_layers=stages))
             text += f"; nearest legal layouts: {' or '.join(map(str, near))}"
         yield Problem(("parallel", key), text)
 
 
-def _overlap_conflict(parallel: Mapping[str, Any], micro_batch_size: Any) -> str:
+def _overlap_conflict(parallel: Mapping[str, Any], micro_batch_size: Any, reset_at_documents: Any) -> str:
     """Return the key and value that rule out tensor-parallel overlap; empty if it is supported.
 
     parallel: the section, in which only `tensor` must be set.
@@ -206,6 +211,7 @@ def _overlap_conflict(parallel: Mapping[str, Any], micro_batch_size: Any) -> str
         "parallel.sequence_parallel = true": parallel.get("sequence_parallel") is True,
         "parallel.compile = true": parallel.get("compile") is True,
         f"batch.micro_batch_size = {micro_batch_size}, which is odd": _count(micro_batch_size) and micro_batch_size % 2,
+        "data.reset_at_documents = true, which makes one row of a micro-batch": reset_at_documents is True,
     }
     return next((text for text, bad in conflicts.items() if bad), "")
 

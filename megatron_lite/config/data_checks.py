@@ -75,6 +75,8 @@ def _ramp(batch: BatchConfig) -> Iterator[tuple[KeyPath, str]]:
         if ramp.samples:
             yield (*key, "start"), "is missing: the size of the first batches; or set batch.ramp.samples to 0"
         return
+    if not ramp.samples:
+        yield (*key, "samples"), "is missing: the samples over which the batch grows; or remove batch.ramp.start"
     unit = batch.micro_batch_size * batch.data_ranks
     for name, size in (("start", ramp.start), ("increment", ramp.increment)):
         if size % unit:

@@ -157,7 +157,8 @@ class ScheduleConfig(Section):
         "the first batches before a new run. Resumes keep the number of steps.",
     )
     warmup_steps: Steps = Field(
-        default=0, description="Steps of the linear warmup from 0; derived if `warmup_fraction` is set."
+        default=0,
+        description="Steps of the linear warmup; the first has 1 / warmup_steps of the rate. `warmup_fraction` derives it.",
     )
     warmup_fraction: Fraction | None = Field(default=None, description="Warmup as a fraction of `train_steps`.")
     min_lr_ratio: Fraction = Field(
@@ -308,7 +309,7 @@ class LoggingConfig(Section):
     spread_interval: Steps = Field(
         default=50,
         description="Straggler detection: compare the speed of all processes every this many steps and log the slow"
-        " ones. 0: never.",
+        " ones. 0: never. With parallel.compile, cuda_graph or tensor_overlap it does not time the forward pass.",
     )
     progress_bar: bool = Field(default=True, description="Show a progress bar on the terminal.")
     tensorboard: bool = Field(default=False, description="Also write TensorBoard files.")

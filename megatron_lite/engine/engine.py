@@ -28,7 +28,7 @@ from megatron_lite.engine.sequential import Batch, Sequential
 from megatron_lite.metrics.per_source_loss import per_source_loss, with_loss_weight_grad
 from megatron_lite.optim.bf16_optimizer import patch_bf16_optimizer
 from megatron_lite.optim.zero_state import OptimizerState
-from megatron_lite.parallel.collectives import all_reduce_async, all_reduce_sum
+from megatron_lite.parallel.collectives import all_reduce_async, all_reduce_sum, broadcast
 from megatron_lite.parallel.context_parallel import ContextParallelGroup, context_parallel_group, local_shard
 from megatron_lite.parallel.fp8_projections import check_device
 from megatron_lite.parallel.grid import Grid
@@ -286,9 +286,10 @@ class Engine:
         return nll, weight
 
     def measure_step_seconds(self, micro_batches: Sequence[Batch]) -> float:
-        """Return the seconds per training step with these micro-batches. The weights do not change."""
+        """Return the seconds per training step with these micro-batches. The weights do not change. Every process calls it."""
         times: list[float] = []
-        while len(times) < 4 or sum(times[2:]) < 3.0:
+        # Rank 0 decides for all: a step is collective, and every process has its own clock.
+        while broadcast(len(times) < 4 or sum(times[2:]) < 3.0, self.grid):
             start = time.perf_counter()
             self.train_step(micro_batches, lr=0.0, should_skip=lambda _: True)
             self.optimizer_state.compute_muon_update()

@@ -1,8 +1,8 @@
 """Heartbeats: when a process dies, the run ends with a message that names it.
 
 A process that dies leaves its peers inside a collective. gloo notices a closed connection, NCCL waits for its timeout, and
-neither names the rank. A thread of each process writes a beat (rank, step, location of the main thread) into the store of the
-process group and watches the next rank in a ring. The thread also runs while the main thread hangs in a collective. The traffic
+neither names the rank. A thread of each process writes a beat into the store of the process group: rank, step and location of
+the main thread. It watches the next rank in a ring. The thread also runs while the main thread hangs in a collective. The traffic
 is one write and one read per process and interval.
 """
 

@@ -2,7 +2,8 @@
 
 Every process waits for the slowest, so all have equal step times. The local times differ: waiting for data, the forward pass of
 the layers, and a fixed matmul (the probe). With collectives inside layers (tensor and context parallelism, ZeRO 3), a slow
-process slows the forward pass of its whole group; the probe identifies it. Processes are compared within a pipeline stage.
+process slows the forward pass of its whole group; the probe identifies it. Processes are compared within a pipeline stage. With
+torch.compile, CUDA graphs or tensor overlap the forward pass is not timed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WORDS = {"data": "waits for data", "forward": "takes for its forward pass", "pro
 
 
 @dataclass(frozen=True)
-class Spread:
+class StragglerReport:
     """Result of one comparison.
 
     Attributes:
@@ -48,7 +49,7 @@ class StragglerDetector:
     """Times the local work of this process in some steps and compares it with that of other processes.
 
     Args:
-        layers: their forward pass is timed.
+        layers: their forward pass is timed; may be empty.
         interval: steps between two measurements; 0: never.
     """
 
@@ -79,7 +80,7 @@ class StragglerDetector:
             for handle in handles:
                 handle.remove()
 
-    def compare(self, data_seconds: float) -> Spread:
+    def compare(self, data_seconds: float) -> StragglerReport:
         """Compare the processes after a timed step. Every process calls it and gets the same result.
 
         data_seconds: time that this process waited for the data of the step.
@@ -92,7 +93,7 @@ class StragglerDetector:
         dist.all_gather(rows, local)
         return self._judge([row.tolist() for row in rows])
 
-    def _judge(self, rows: list[list[float]]) -> Spread:
+    def _judge(self, rows: list[list[float]]) -> StragglerReport:
         parts = {"data": [r[1] for r in rows], "forward": [r[2] for r in rows], "probe": [r[3] for r in rows]}
         stages = [int(row[0]) for row in rows]
         medians = {name: _medians(values, stages) for name, values in parts.items()}
@@ -112,7 +113,7 @@ class StragglerDetector:
         ratios = [value / max(median, 1e-9) for value, median in zip(local, _medians(local, stages), strict=True)]
         probes = [value / max(m, 1e-9) for value, m in zip(parts["probe"], medians["probe"], strict=True)]
         slowest = max(range(len(rows)), key=ratios.__getitem__)
-        return Spread(slowest, ratios[slowest], max(probes), slow)
+        return StragglerReport(slowest, ratios[slowest], max(probes), slow)
 
     def _begin_pass(self, *_: Any) -> None:
         self._begin = self._mark()

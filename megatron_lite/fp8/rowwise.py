@@ -11,8 +11,9 @@ dimension, so the gradients need transposed copies, made of the FP8 numbers (`tr
 into one operand: those of w into w', those of dy and x into dy'. All scales are powers of two, so only exponents change.
 
 A scale follows from the row alone, so there is no amax history. Quantisation rounds the mantissa to the same bits with every
-scale, unless the number is below 2^-13 of the row's largest, or 2^-15 of the largest of a transposed copy. A shard with scales of
-its own has the same numbers, except small ones. So ranks exchange no scales, and every layout computes the same matmul.
+scale, unless the number is below 2^-13 of the row's largest, or 2^-15 of the largest of a transposed copy. So a shard with
+scales of its own has the same numbers, except for such small ones. Ranks exchange no scales, and every layout computes the same
+matmul.
 
 On CUDA `torch._scaled_mm` multiplies, and Triton kernels quantise (`kernels.py`). Some kernels of the model quantise their own
 result, where `parallel/fp8_projections.py` switches this on: the norm before a SwiGLU MLP, the epilogue of MetaLA, and the
@@ -62,9 +63,9 @@ def quantize_rows(*parts: Tensor) -> Quantized:
 def attached_rows(x: Tensor) -> Quantized | None:
     """Return the FP8 rows that the kernel of x [rows, columns] attached to its storage, or None.
 
-    There are none for a part or a transpose of that kernel's result, and none after a change in place. If the kernel wrote FP8
-    rows only, x is one NaN with strides 0, and a permutation is not detected. So only a linear that reads the result itself may
-    take its rows.
+    There are none for a part or a transpose of that kernel's result, and none after a change in place that autograd counts
+    (collectives are not counted). If the kernel wrote FP8 rows only, x is one NaN with strides 0, and a permutation is not
+    detected. So only a linear that reads the result itself may take its rows.
     """
     attached: Any = getattr(x.untyped_storage(), "_fp8_rows", None)
     if attached is None:

@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from megatron_lite.engine.engine import Engine, StepResult
-    from megatron_lite.fault_tolerance.straggler_detection import Spread
+    from megatron_lite.fault_tolerance.straggler_detection import StragglerReport
 
 
 class StepMetrics:
@@ -45,7 +45,7 @@ class StepMetrics:
         skipped_steps: int,
         seconds: float,
         data_seconds: float,
-        spread: Spread | None,
+        stragglers: StragglerReport | None,
     ) -> dict[str, float]:
         """Return the values of a step by name.
 
@@ -53,7 +53,7 @@ class StepMetrics:
             lr: learning rate of the step.
             tokens: tokens of the step. consumed_tokens, skipped_steps: totals of the run.
             seconds: duration of the step. data_seconds: the part of it spent waiting for the batch.
-            spread: comparison of the ranks in this step; None if there was none.
+            stragglers: comparison of the ranks in this step; None if there was none.
         """
         values: dict[str, float] = {"loss": result.loss, "perplexity": math.exp(min(result.loss, 700.0))}
         if result.accuracy is not None:
@@ -75,10 +75,10 @@ class StepMetrics:
             values["mfu"] = tokens / seconds * self._mfu_per_token
         if self._engine.dtype == "fp16":
             values["loss_scale"] = result.loss_scale
-        if spread is not None:
-            values["step_seconds_max_rank"] = spread.slowest
-            values["step_seconds_spread"] = spread.ratio
-            values["probe_spread"] = spread.probe_ratio
+        if stragglers is not None:
+            values["step_seconds_max_rank"] = stragglers.slowest
+            values["step_seconds_spread"] = stragglers.ratio
+            values["probe_spread"] = stragglers.probe_ratio
         return values
 
 

@@ -68,8 +68,8 @@ def parameter_kind(module: nn.Module, name: str) -> str:
 def matrices_of(block: nn.Module) -> dict[str, int]:
     """Return the matrices of a block at full width, which Muon updates: parameter name -> heads; 0 without heads.
 
-    The matrices are the weights of linear layers. Those named q_proj, r_proj (queries of RWKV), k_proj and v_proj have heads, if
-    the mixer or its `sizes` has the attribute `head_dim_k` (of queries and keys) or `head_dim_v`, or `head_dim` for all three.
+    The matrices are the weights of linear layers. Those named q_proj, r_proj (queries of RWKV), k_proj and v_proj may have heads.
+    The mixer or its `sizes` then has the attribute `head_dim_k` (queries and keys), `head_dim_v`, or `head_dim` for all three.
     """
     matrices = {}
     for owner, module in block.named_modules():

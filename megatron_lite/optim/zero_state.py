@@ -22,7 +22,7 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.sharding_plan import Shard
 
 AVERAGE = "ema"  # key of the average of the weights, among a fragment's tensors and in checkpoints
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # Muon's matrices have the first alone
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Muon's matrices have the first alone
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # The whole 16-bit (or float32) weights of a parameter group; stages 1 and 2; stage 1 in bf16.
 _MODEL_FLATS = ("bit16_groups_flat", "bf16_groups_flat")
@@ -36,7 +36,7 @@ class ShardedParameter:
         name: canonical parameter name.
         shard: the part of the full tensor that tensor parallelism gave to this process.
         primary: of the processes that hold equal values, this one writes them.
-        heads: of the projection of queries, keys or values whose weight it is; 1 for others.
+        heads: number of heads if this is the weight of a projection of queries, keys or values, else 1.
     """
 
     name: str
@@ -134,7 +134,7 @@ class OptimizerState:
                 mapping = parameter._hp_mapping
                 state = self._adamw.state[self._flats[mapping.param_group_index]]
                 start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-                tensors = {key: state[key].narrow(0, start, numel) for key in _MOMENTS if key in state}
+                tensors = {key: state[key].narrow(0, start, numel) for key in MOMENTS if key in state}
                 tensors["weight"] = mapping.hp_fragment.data.view(-1)[:numel]
                 start = mapping.lp_fragment_address.start
             else:
@@ -176,10 +176,11 @@ class OptimizerState:
             self.finish_load(step)
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the flat buffers of the fragments: master weights and moments of each parameter group, with padding."""
+        """Yield the flat buffers of the fragments, with padding: master weights and moments by parameter group, then averages."""
         for flat in self._flats:
             state = self._adamw.state[flat]
-            yield from (flat.data, *(state[key] for key in _MOMENTS if key in state))
+            yield from (flat.data, *(state[key] for key in MOMENTS if key in state))
+        yield from self._averages.values()
 
     def weight_buffers(self) -> list[NamedBuffer]:
         """Return the weights that the forward pass reads, as far as every data and context rank holds equal copies.
@@ -323,6 +324,6 @@ class OptimizerState:
         start = self._grid.replica_rank * per_rank
         numel = max(0, min(per_rank, parameter.ds_numel - start))  # the last ranks hold padding
         tensors = {"weight": self._zero.get_local_fp32_param(parameter)}
-        for key in _MOMENTS:
+        for key in MOMENTS:
             tensors[key] = self._zero.get_local_fp32_param(parameter, key)
         return min(start, parameter.ds_numel), {key: tensor.data.view(-1)[:numel] for key, tensor in tensors.items()}

@@ -21,8 +21,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def all_reduce_sum(values: list[float], grid: Grid) -> list[float]:
     """Return the sums of the values over the replicas (data and context ranks), in float64, the same on every rank.
 
-    The ranks of one tensor-parallel group and of one pipeline hold copies. The first of the last stage counts: that stage
-    computes the loss.
+    The ranks of one tensor-parallel group and of one pipeline hold copies. Only tensor rank 0 of the last pipeline stage
+    contributes: that stage computes the loss.
     """
     if grid.world_size == 1:
         return values

@@ -79,7 +79,7 @@ def _quantize_results(block: Any, names: Collection[str], fused_mlp: bool, seque
     if not sequence:
         block.norm2.fp8_output = fused_mlp
         block.norm2.fp8_gradient = "mixer.out_proj" in names and not block.parallel_residual
-        block.norm1.fp8_gradient = "mlp.down_proj" in names  # that of the block before reads it
+        block.norm1.fp8_gradient = "mlp.down_proj" in names  # the down_proj of the previous block reads this gradient
 
 
 def check_device(device: torch.device, dtype: str, recipe: str) -> None:

@@ -36,9 +36,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_lite.optim.muon import BATCH
+
 GIB = 2**30
-BATCH = 1 << 27  # elements per batch of Newton-Schulz steps (optim/muon.py)
-BUCKET = 500_000_000  # elements per reduction bucket, the default of DeepSpeed (engine/deepspeed.py)
+BUCKET = 500_000_000  # elements per reduction bucket, DeepSpeed's default (engine/deepspeed.py has it too)
 LIVE_PARAMETERS = 1_000_000_000  # parameters that ZeRO 3 keeps gathered (stage3_max_live_parameters)
 
 

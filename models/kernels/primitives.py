@@ -64,7 +64,8 @@ def attach_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return room for FP8 rows of x [..., columns]: numbers [rows, columns] and scales [rows, 1] in float32.
 
     The kernel that computes x also writes these, for a matmul in FP8. They are attached to the storage of x, where
-    `quantize_rows` of a trainer's linear finds them. They count until x changes in place.
+    `quantize_rows` of a trainer's linear finds them. They count until autograd's version of x
+    changes, as it does after operations in place.
     """
     rows = x.numel() // max(x.shape[-1], 1)
     data = x.new_empty((rows, x.shape[-1]), dtype=_FP8)

@@ -88,14 +88,23 @@ def test_latest_moves_when_all_have_written_and_the_next_save_waits(build, gate,
 
 
 @pytest.mark.parametrize("what", ["write_file", "publish"])
-def test_failure_is_raised_at_a_later_step_and_the_previous_checkpoint_stays(build, monkeypatch, tmp_path, what):
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError("No space left on device"), "No space left on device"),
+        (MemoryError("too large"), "MemoryError: too large"),
+    ],
+)
+def test_failure_is_raised_at_a_later_step_and_the_previous_checkpoint_stays(
+    build, monkeypatch, tmp_path, what, error, text
+):
     engine = build(model_config())
     writer = Checkpointer(engine, tmp_path, asynchronous=True)
     writer.save_async(step=1, state={}, config_yaml="")
     writer.finish()
 
     def full(*_):
-        raise OSError("No space left on device")
+        raise error
 
     monkeypatch.setattr(checkpoint_writer, what, full)
     writer.save_async(step=2, state={}, config_yaml="")
@@ -105,7 +114,7 @@ def test_failure_is_raised_at_a_later_step_and_the_previous_checkpoint_stays(bui
             writer._save.work.result(60)
             writer.settle(any_busy=False)
 
-    with pytest.raises(CheckpointError, match=r"step_00000002: No space left on device .* Earlier checkpoints did"):
+    with pytest.raises(CheckpointError, match=rf"step_00000002: {text} .* Earlier checkpoints did"):
         later_steps()
     assert checkpoint.resolve(tmp_path).name == "step_00000001"
     assert not list(tmp_path.glob(".step_*"))

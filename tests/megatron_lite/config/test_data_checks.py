@@ -67,6 +67,10 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
             "batch.ramp.increment = 8 does not divide batch.global_batch_size - batch.ramp.start = 28",
         ),
         ((*BATCH, "batch.ramp.samples=9"), "batch.ramp.start is missing: the size of the first batches"),
+        (
+            (*BATCH, "batch.ramp={start: 4, increment: 4}"),
+            "batch.ramp.samples is missing: the samples over which the batch grows",
+        ),
     ],
 )
 def test_conflicting_values_are_refused(overrides: tuple[str, ...], message: str) -> None:

@@ -64,6 +64,11 @@ def test_data_ranks_follow_from_the_model_ranks() -> None:
         (2, ["parallel.tensor=2", "parallel.tensor_overlap=true"], r"batch.micro_batch_size = 1, which is odd"),
         (
             2,
+            ["parallel.tensor=2", "parallel.tensor_overlap=true", *EVEN, "data.reset_at_documents=true"],
+            r"tensor_overlap = true is not supported with data.reset_at_documents = true, which makes one row",
+        ),
+        (
+            2,
             ["parallel.tensor=2", "parallel.tensor_overlap=true", *EVEN, "parallel.sequence_parallel=true"],
             r"is not supported with parallel.sequence_parallel = true: set it to false, or to null",
         ),
@@ -117,6 +122,7 @@ def test_a_layout_that_cannot_run_is_refused(world_size: int, overrides: list[st
         (["parallel.tensor=2", *EVEN], True),
         (["parallel.tensor=2", "batch.micro_batch_size=null", "batch.global_batch_size=8"], True),
         (["parallel.tensor=2", *EVEN, "parallel.tensor_overlap=false"], False),
+        (["parallel.tensor=2", *EVEN, "data.reset_at_documents=true"], False),
         (["parallel.tensor=2", *EVEN, "parallel.cuda_graph=false"], False),
         (["parallel.tensor=2", *EVEN, "parallel.sequence_parallel=true"], False),
         ([*EVEN], None),

@@ -248,3 +248,12 @@ def test_measuring_the_speed_changes_nothing(build, optimizer):
     engine = build(model_config(), optimizer={"name": optimizer})
     assert engine.measure_step_seconds(steps[1]) > 0
     assert run(engine, steps) == plain
+
+
+def test_rank_zero_decides_how_long_the_speed_is_measured(build, monkeypatch):
+    engine = build(model_config())
+    decisions, steps = iter([True, True, True, True, True, True, False]), []
+    monkeypatch.setattr("megatron_lite.engine.engine.broadcast", lambda own, grid: next(decisions))
+    monkeypatch.setattr(engine, "train_step", lambda *_, **__: steps.append(1))
+    engine.measure_step_seconds(batches(1)[0])
+    assert len(steps) == 6

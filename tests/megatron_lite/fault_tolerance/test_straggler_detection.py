@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.fault_tolerance.straggler_detection import Spread, StragglerDetector
+from megatron_lite.fault_tolerance.straggler_detection import StragglerDetector, StragglerReport
 from megatron_lite.parallel.grid import Grid
 
 STAGES = (0, 0, 1, 1)
@@ -19,24 +19,24 @@ def detector_of(ranks: int, interval: int = 2) -> StragglerDetector:
     return detector
 
 
-def judged(detector: StragglerDetector, data: list[float], forward: list[float], probe: list[float]) -> Spread:
+def judged(detector: StragglerDetector, data: list[float], forward: list[float], probe: list[float]) -> StragglerReport:
     return detector._judge([list(map(float, row)) for row in zip(STAGES, data, forward, probe, strict=True)])
 
 
 def test_rank_that_is_slow_twice_in_its_stage_is_named():
     detector = detector_of(4)
     usual = {"data": [0.01] * 4, "forward": [0.1, 0.1, 0.3, 0.3], "probe": [0.01] * 4}
-    assert judged(detector, **usual) == Spread(0, 1.0, 1.0, [])  # the second stage holds more
+    assert judged(detector, **usual) == StragglerReport(0, 1.0, 1.0, [])  # the second stage holds more
     slow = {**usual, "forward": [0.1, 0.1, 0.3, 0.455], "probe": [0.02, 0.01, 0.01, 0.01]}
     for expected in (0, 2):
-        spread = judged(detector, **slow)
-        assert (spread.slowest, spread.ratio, spread.probe_ratio) == (
+        report = judged(detector, **slow)
+        assert (report.slowest, report.ratio, report.probe_ratio) == (
             3,
             pytest.approx(0.465 / 0.31),
             pytest.approx(2.0),
         )
-        assert len(spread.slow) == expected
-    assert spread.slow == [
+        assert len(report.slow) == expected
+    assert report.slow == [
         "rank 0 (gpu0) takes for a fixed matmul 20 ms, the median is 10 ms: every process waits for it",
         "rank 3 (gpu3) takes for its forward pass 455 ms, the median is 300 ms: every process waits for it",
     ]
@@ -50,9 +50,9 @@ def test_rank_that_is_slow_twice_in_its_stage_is_named():
 def test_small_differences_are_noise():
     detector = detector_of(4)
     for _ in range(2):
-        spread = judged(detector, [0.0001, 0.0019, 0, 0], [0.1, 0.12, 0.1, 0.1], [0.001, 0.0029, 0.001, 0.001])
-    assert spread.slow == []
-    assert spread.probe_ratio == pytest.approx(2.9)
+        report = judged(detector, [0.0001, 0.0019, 0, 0], [0.1, 0.12, 0.1, 0.1], [0.001, 0.0029, 0.001, 0.001])
+    assert report.slow == []
+    assert report.probe_ratio == pytest.approx(2.9)
 
 
 def test_forward_passes_of_due_steps_are_timed():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
-from megatron_lite.checkpoint.reader import TensorSlice, read_manifest, read_weights, resolve
+from megatron_lite.checkpoint.reader import NotFiniteError, TensorSlice, read_manifest, read_weights, resolve
 from megatron_lite.checkpoint.storage import rewrite
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.sharding_plan import Shard
@@ -64,6 +64,15 @@ def test_checkpoint_without_an_average_starts_one_at_its_weights(build, tmp_path
     Checkpointer(other, tmp_path).load()
     for name, weight in weights_of(engine).items():
         assert torch.equal(weights_of(other, "ema")[name], weight)
+
+
+def test_average_that_is_not_finite_is_not_saved(build, tmp_path):
+    engine = build(model_config(), optimizer={"ema_decay": DECAY})
+    average = next(one for one in engine.optimizer_state.fragments() if one.name == "embedding.weight").tensors["ema"]
+    average.view(-1)[3] = torch.nan
+    with pytest.raises(NotFiniteError, match=r"ema of embedding.weight"):
+        Checkpointer(engine, tmp_path).save(step=1, state={}, config_yaml="a: 1\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_resharding_keeps_the_average(build, tmp_path):
