@@ -178,6 +178,8 @@ class ClassificationHead(nn.Module):
         if labels is not None:
             logits = out if out.dtype == torch.float64 else out.float()
             weight = torch.ones_like(labels, dtype=logits.dtype) if loss_weight is None else loss_weight
+            if weight.shape != labels.shape:
+                raise ValueError(f"loss_weight {list(weight.shape)}: expected {list(labels.shape)}, one per image")
             add_statistics(logits.detach(), labels, weight, num_correct, **_named(statistics, "num_top5", "confusion"))
             targets = _named(statistics, "targets", "teacher", "temperature")
             out = (weight * classification_loss(logits, labels, **targets)).sum()

@@ -10,8 +10,19 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..language_model import layer_specs
+from ..layers.embedding import Embedding, look_up
 from ..layers.projections import init_std
 from .configuration_metalion import MetalionConfig
+
+
+class TokenEmbedding(Embedding):
+    """Called with tokens alone, return their scaled vectors without positions, which callers may pass as `inputs_embeds`."""
+
+    def forward(self, tokens: Tensor, **arguments: Any) -> Any:  # type: ignore[override]
+        if arguments:  # of a `LanguageModel` that has the same layers
+            return super().forward(tokens, **arguments)
+        hidden = look_up(tokens, self.weight, None)
+        return hidden if self.scale == 1.0 else self.scale * hidden
 
 
 class MetalionPreTrainedModel(PreTrainedModel):
@@ -33,6 +44,8 @@ class MetalionPreTrainedModel(PreTrainedModel):
         self._causal = not model_config.bidirectional_mixers()
         self._specs = {spec.name: spec for spec in layer_specs(model_config)}
         self.embedding = self._specs["embedding"].build()
+        if isinstance(self.embedding, Embedding):
+            self.embedding.__class__ = TokenEmbedding
         self.blocks = nn.ModuleList(self._specs[f"blocks.{i}"].build() for i in range(config.num_layers))
 
     def post_init(self) -> None:
@@ -57,7 +70,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
                     parameter.copy_(fresh[parameter_name])
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding; its `weight` is [vocab_size, hidden_size]."""
+        """Return the embedding, whose result may be passed as `inputs_embeds`; its `weight` is [vocab_size, hidden_size]."""
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -141,7 +154,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         if use_cache and cache is None:
             cache = RecurrentCache()
         states = cache.states if cache is not None and cache.states else [None] * (len(self.blocks) + 1)
-        hidden, new_state = self._embed(input_ids, inputs_embeds, mask, states[0], use_cache)
+        hidden, new_state = self._embed(input_ids, inputs_embeds, mask, states[0])
         new_states, collected = [new_state], []
         recompute = self.gradient_checkpointing and self.training
         for block, state in zip(self.blocks, states[1:], strict=True):
@@ -169,13 +182,11 @@ class MetalionPreTrainedModel(PreTrainedModel):
         inputs_embeds: Tensor | None,
         mask: Tensor | None,
         state: dict[str, Tensor] | None,
-        use_cache: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if inputs_embeds is None:
-            if use_cache:
-                return self.embedding(input_ids, mask=mask, state=state, return_state=True)
-            # One tensor: hooks of Transformers and PEFT on the embedding expect one.
+        if not isinstance(self.embedding, TokenEmbedding):  # that of an image's patches, which adds positions
             return self.embedding(input_ids, mask=mask, state=state), {}
+        if inputs_embeds is None:
+            inputs_embeds = self.embedding(input_ids)
         if self.embedding.positions is None:
             return inputs_embeds, {}
         vectors, end = self.embedding.positions(inputs_embeds, mask, None, (state or {}).get("position"))
@@ -202,12 +213,15 @@ def _resized(old: Tensor, rows: int, std: float | None) -> nn.Parameter:
 def _real_tokens_first(mask: Tensor | None) -> Tensor | None:
     """Return an order [batch, length] with the real positions of each row first, then its padding.
 
-    Return None if no padding is between real tokens, where a convolution would read it.
+    Return None if no padding is between real tokens, where a convolution would read it. torch.compile cannot read the mask's
+    values, so there the order is always returned.
     """
-    if mask is None or torch.compiler.is_compiling():
+    if mask is None:
         return None
     begins = torch.cat([mask[:, :1], mask[:, 1:] & ~mask[:, :-1]], 1)
-    return (~mask).int().argsort(dim=1, stable=True) if bool((begins.sum(1) > 1).any()) else None
+    if not torch.compiler.is_compiling() and not bool((begins.sum(1) > 1).any()):
+        return None
+    return (~mask).int().argsort(dim=1, stable=True)
 
 
 def _mask_of(attention_mask: Tensor | None, length: int, seen: int) -> Tensor | None:

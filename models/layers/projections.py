@@ -57,8 +57,8 @@ def head_indices(config: ModelShape) -> Tensor:
     return torch.arange(config.num_heads, device="cpu" if device.type == "meta" else device)
 
 
-def hippo_complements(heads: int, head_dim: int, dt_min: float, dt_max: float, *, lin: bool = False) -> Tensor:
-    """Return 1 - decay at the start of every channel, [heads * head_dim] float64, from a diagonal form of HiPPO.
+def hippo_log_decays(heads: int, head_dim: int, dt_min: float, dt_max: float, *, lin: bool = False) -> Tensor:
+    """Return the log decay at the start of every channel, [heads * head_dim] float64, from a diagonal form of HiPPO.
 
     Channel n of head h has the decay exp(-dt_h (n + 1)): -(n + 1) is the diagonal of HiPPO-LegS, S4D-Real of Gu et al. 2022
     (arXiv 2206.11893). lin: channel c has exp(-dt_c / 2), the real part -1/2 of S4D-Lin and S4D-Inv. The time steps are spaced
@@ -67,12 +67,12 @@ def hippo_complements(heads: int, head_dim: int, dt_min: float, dt_max: float, *
     count = heads * head_dim if lin else heads
     steps = [dt_min * (dt_max / dt_min) ** (i / max(count - 1, 1)) for i in range(count)]
     rates = [step / 2 for step in steps] if lin else [step * (n + 1) for step in steps for n in range(head_dim)]
-    return -torch.expm1(-torch.tensor(rates, dtype=torch.float64))
+    return -torch.tensor(rates, dtype=torch.float64)
 
 
-def decay_logits(complement: Tensor) -> Tensor:
-    """Return the float32 logits of decays, given 1 - decay, which is precise for decays near 1."""
-    return (torch.log1p(-complement) - complement.log()).float()
+def decay_logits(log_decay: Tensor) -> Tensor:
+    """Return the float32 logits of decays: log decay - log(1 - decay). Precise for decays near 0 and near 1."""
+    return (log_decay - (-torch.expm1(log_decay)).log()).float()
 
 
 def initial_a_log(heads: int, low: float) -> nn.Parameter:

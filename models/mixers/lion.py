@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import expm1, log
+from math import log
 from typing import ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from ..layers.projections import (
     FusedProjections,
     apply_each,
     decay_logits,
-    hippo_complements,
+    hippo_log_decays,
     init_normal,
     init_std,
     linear,
@@ -169,11 +169,11 @@ class Lion(nn.Module):
         self.q_proj = linear(config, size, size, bias=options.bias)
         self.k_proj = linear(config, size, size, bias=options.bias)
         self.v_proj = linear(config, size, size, bias=options.bias)
-        complement = _initial_complements(options, heads, self.head_dim)
-        self.decay = None if options.variant == "lit" else nn.Parameter(decay_logits(complement))
+        log_decay = _initial_log_decays(options, heads, self.head_dim)
+        self.decay = None if options.variant == "lit" else nn.Parameter(decay_logits(log_decay))
         self.decay_weight = None
         if options.variant not in ("lit", "d"):
-            self.decay_weight = nn.Parameter(torch.empty(len(complement), size))
+            self.decay_weight = nn.Parameter(torch.empty(len(log_decay), size))
             init_normal(self.decay_weight, init_std(config))
         self.input_gate = linear(config, size, heads, bias=True) if options.variant == "lstm" else None
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
@@ -184,7 +184,7 @@ class Lion(nn.Module):
                 if weight is not None:
                     init_normal(weight, options.init_std)
         if options.value_init == "zero_order_hold":
-            held = -complement / (1 - complement)
+            held = -torch.expm1(-log_decay)  # (lambda - 1) / lambda
             with torch.no_grad():
                 self.v_proj.weight.copy_(torch.diag(held.repeat_interleave(size // len(held))))
         self.project_inputs: FusedProjections = apply_each
@@ -336,14 +336,14 @@ class Lion(nn.Module):
         return 8 * self._size**2 + self._heads * (gates + directions * operator)
 
 
-def _initial_complements(options: LionOptions, heads: int, head_dim: int) -> Tensor:
-    """Return 1 - lambda at the start, [heads], or [heads * head_dim] with per-channel decays."""
+def _initial_log_decays(options: LionOptions, heads: int, head_dim: int) -> Tensor:
+    """Return log lambda at the start in float64, [heads], or [heads * head_dim] with per-channel decays."""
     if options.decay_init in ("hippo", "s4d_lin"):
-        return hippo_complements(heads, head_dim, options.dt_min, options.dt_max, lin=options.decay_init == "s4d_lin")
+        return hippo_log_decays(heads, head_dim, options.dt_min, options.dt_max, lin=options.decay_init == "s4d_lin")
     if options.decay_init == "half":
-        complement = torch.full((heads,), 0.5)
+        log_decay = torch.full((heads,), -log(2), dtype=torch.float64)
     elif options.decay_init == "retnet":
-        complement = torch.exp2(-5.0 - torch.arange(heads))
+        log_decay = torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, dtype=torch.float64)))
     else:
-        complement = torch.full((heads,), -expm1(-log(2) / options.half_life))
-    return complement if options.decay_per == "head" else complement.repeat_interleave(head_dim)
+        log_decay = torch.full((heads,), -log(2) / options.half_life, dtype=torch.float64)
+    return log_decay if options.decay_per == "head" else log_decay.repeat_interleave(head_dim)

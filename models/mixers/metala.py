@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.projections import FusedProjections, apply_each, decay_logits, hippo_complements, linear
+from ..layers.projections import FusedProjections, apply_each, decay_logits, hippo_log_decays, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import flops_per_head
 from ..operators.metala import metala
@@ -172,8 +172,8 @@ def initial_decay(options: Any, heads: int, head_dim: int) -> nn.Parameter | Non
     """
     if options.decay_init == "none":
         return None
-    complement = hippo_complements(heads, head_dim, options.dt_min, options.dt_max)
-    return nn.Parameter(decay_logits(-torch.expm1(16 * torch.log1p(-complement))))
+    log_decay = hippo_log_decays(heads, head_dim, options.dt_min, options.dt_max)
+    return nn.Parameter(decay_logits(16 * log_decay))
 
 
 def with_decay(a: Tensor | None, decay: Tensor | None, x: Tensor) -> Tensor:

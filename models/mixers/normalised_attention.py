@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..layers.projections import linear
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
+from ..operators.gla.normalized import float16_scale
 from ..options import ModelShape, option
 from ..precision import to_accumulation_dtype
 
@@ -76,17 +77,18 @@ class NormalisedAttention(nn.Module):
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if mask is not None:
             k = k.masked_fill(~mask[:, :, None, None], 0.0)
+        shrink = float16_scale(v.dtype, self.head_dim)
         o, recurrent = gated_linear_attention(
             q,
             k,
             v,
             to_accumulation_dtype(q).new_zeros(()).expand(*q.shape[:3], 1),
-            scale=self.head_dim**-0.5,
+            scale=self.head_dim**-0.5 * shrink,
             initial_state=(state or {}).get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
         inverse = _INVERSE[self.options.normaliser](to_accumulation_dtype(self.eta_proj(x)))
-        o = to_accumulation_dtype(o) * inverse.unsqueeze(-1)
+        o = to_accumulation_dtype(o) * (inverse / shrink).unsqueeze(-1)
         y = self.out_proj(o.flatten(-2).to(v.dtype))
         return (y, {"recurrent": recurrent}) if return_state else y
 

@@ -164,7 +164,8 @@ class RWKV7(nn.Module):
         )
         y = self.out_proj(self._output(o, r, k, v) * self.gate_up(self.gate_down(x_g).sigmoid()))
         result = (y, {"shift": shift, "recurrent": final}) if final is not None else y
-        return (result, values.reshape(*y.shape[:2], -1)) if return_values else result
+        width = values.shape[1:].numel() // max(y.shape[1], 1)
+        return (result, values.reshape(*y.shape[:2], width)) if return_values else result
 
     def _output(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the norm of o per head plus the bonus of the token itself, [batch, length, heads * head_dim] in v's dtype."""

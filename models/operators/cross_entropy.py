@@ -57,14 +57,16 @@ def cross_entropy_sum(
 
     Returns a float32 scalar (float64 for float64 inputs). The gradient of loss_weight is the nll of each token, 0 where
     the weight is 0.
-    Raises ValueError for labels that do not have one entry per row of hidden. On a CPU also for a label that is neither
-    -100 nor a row of weight; on CUDA labels are not checked, because reading them would synchronise.
+    Raises ValueError for labels without one entry per row of hidden, and for a loss_weight of another shape. On a CPU also for
+    a label that is neither -100 nor a row of weight; on CUDA labels are not checked, because reading them would synchronise.
     """
     accumulation = accumulation_dtype(hidden)
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
             f"labels {list(labels.shape)}: expected {list(hidden.shape[:-1])}, one per row of hidden {list(hidden.shape)}"
         )
+    if loss_weight is not None and loss_weight.shape != labels.shape:
+        raise ValueError(f"loss_weight {list(loss_weight.shape)}: expected {list(labels.shape)}, one per label")
     # The kernels read int64 labels unchecked.
     labels = labels.reshape(-1).long()
     weights = (

@@ -123,6 +123,8 @@ def test_head_reads_the_pooled_norm():
         normed = head.norm(hidden)
         pooled = normed.mean(1) if pooling == "mean" else normed[:, -1]
         torch.testing.assert_close(head(hidden), pooled @ head.weight.T + head.bias)
+    with pytest.raises(ValueError, match=r"loss_weight \[2, 1\]: expected \[2\]"):
+        head(hidden, labels=torch.tensor([0, 1]), loss_weight=torch.ones(2, 1))
 
 
 @pytest.mark.parametrize(

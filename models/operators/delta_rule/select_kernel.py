@@ -38,7 +38,9 @@ def select_kernel(
         return Kernel.RECURRENT
     one_gate = write is None and erase.dim() == 3 and removal_key is None
     sixteen_bits = q.dtype in SIXTEEN_BITS and q.dtype == k.dtype == v.dtype
-    if one_gate and sixteen_bits and q.shape[-1] <= _LARGEST_KEY and q.numel() and v.numel() and available(q):
+    # The kernels index a row with 32 bits.
+    addressable = min(q.numel(), v.numel()) > 0 and max(q.numel(), v.numel()) < 2**31 * q.shape[0]
+    if one_gate and sixteen_bits and q.shape[-1] <= _LARGEST_KEY and addressable and available(q):
         return Kernel.TRITON
     return Kernel.CHUNKED
 

@@ -111,8 +111,8 @@ def supports_triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, fits_
         return False
     if q.shape[-1] > (128 if fits_matmul_form else 64) or v.shape[-1] > 128 or not available(q):
         return False
-    # The kernels index a row with 32 bits.
-    if not q.numel() or not 0 < v.numel() < 2**31 * v.shape[0]:
+    # The kernels index a row with 32 bits: the gradients of q, a, v and the gate of a MetaLA layer are adjacent.
+    if not q.numel() or not 0 < 2 * (q.numel() + v.numel()) < 2**31 * v.shape[0]:
         return False
     return q.shape[1] > _SHORT or _needs_grad(q, k, v, log_decay)
 

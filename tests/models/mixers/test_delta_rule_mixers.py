@@ -12,7 +12,7 @@ from megatron_lite.optim.param_groups import parameter_kind
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.models import mixer_equations as equations
-from tests.models.mixer_cases import HEADS, assert_close, build, tokens
+from tests.models.mixer_cases import HEADS, SIZE, assert_close, build, tokens
 from tests.models.mixers.test_mixers_ssm import assert_uniform, first
 
 
@@ -58,6 +58,15 @@ def value_residual_model(*mixers: str, **changes: Any) -> LanguageModel:
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return model
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5)])
+def test_rwkv7_returns_values_of_no_tokens(shape: tuple[int, int]) -> None:
+    first, second = (build(("rwkv7", {}), layer=layer) for layer in (0, 1))
+    x = torch.zeros(*shape, SIZE)
+    y, values = first(x, return_values=True)
+    assert values.shape[:2] == y.shape[:2] == shape
+    assert second(x, values=values).shape == x.shape
 
 
 @pytest.mark.parametrize("mixers", [("rwkv7",), ("kda", "rwkv7"), ("rwkv7", "kda", "kda")])

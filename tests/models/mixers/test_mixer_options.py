@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from models.config import ModelConfig
+from models.layers.projections import decay_logits, hippo_log_decays
 from models.mixers import MIXERS
 from tests.models.mixer_cases import SIZE, build
 
@@ -50,6 +52,14 @@ def test_initial_decays_and_values_of_long_range_arena() -> None:
         metala = initial_mixer(name, {"decay_init": "hippo", "dt_min": 0.01, "dt_max": 0.08})
         alpha = torch.sigmoid(metala.decay.double()) ** (1 / 16)
         torch.testing.assert_close(alpha, (-rates[:, :4]).exp().flatten(), rtol=1e-6, atol=0)
+
+
+def test_decays_near_zero_have_finite_logits() -> None:
+    """Test heads of 64 channels: the 16th power of the fastest decay is exp(-102)."""
+    log_decay = hippo_log_decays(8, 64, 0.001, 0.1)
+    logits = decay_logits(16 * log_decay)
+    assert logits.isfinite().all()
+    torch.testing.assert_close(F.logsigmoid(logits.double()) / 16, log_decay, rtol=1e-6, atol=0)
 
 
 def test_per_channel_decays_begin_as_those_of_their_head() -> None:

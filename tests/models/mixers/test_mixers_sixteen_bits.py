@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from math import exp
 from typing import Any
 
 import pytest
@@ -91,6 +92,18 @@ def test_normalizers_above_the_largest_float16(case: tuple[str, dict[str, Any]])
         results.append([y.float(), y[:, 2800:].float(), state["recurrent"], *gradients])
     for got, expected in zip(*results, strict=True):
         assert ((got - expected).norm() / expected.norm()).item() < 1e-2
+
+
+def test_normalised_attention_divides_sums_above_the_largest_float16() -> None:
+    """Sum 10,000 keys, queries and values of ones: q_t S_t is 80,000, and eta is exp(8)."""
+    mixer = build(("normalised_attention", {}), torch.float16, size=64, heads=1)
+    with torch.no_grad():
+        for projection, value in ((mixer.q_proj, 1), (mixer.k_proj, 1), (mixer.v_proj, 1), (mixer.eta_proj, 8)):
+            projection.weight.zero_()[:, 0] = value
+        mixer.out_proj.weight.copy_(torch.eye(64))
+        y = mixer(torch.ones(1, 10_000, 64, dtype=torch.float16))
+    expected = 8 * torch.arange(1.0, 10_001) * exp(-8)
+    torch.testing.assert_close(y[0, :, 0].float(), expected, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("weight", [1, 100])

@@ -208,6 +208,12 @@ def test_labels_of_wrong_shape_are_refused():
             cross_entropy_sum(torch.randn(2, 8), torch.randn(16, 8), labels)
 
 
+def test_weights_of_wrong_shape_are_refused():
+    hidden, weight, labels = torch.ones(2, 3, 4), torch.ones(5, 4), torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"loss_weight \[3, 2\]: expected \[2, 3\]"):
+        cross_entropy_sum(hidden, weight, labels, torch.ones(3, 2))
+
+
 def test_labels_outside_a_split_vocabulary_are_refused():
     from tests.models.rank_threads import Meeting, Threads, over_ranks
 

@@ -147,11 +147,15 @@ def test_loss_equals_the_trainers() -> None:
     torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=100).loss, total / 100)
 
 
-@pytest.mark.parametrize("more", [{}, {"positions": "learned", "max_positions": 16}], ids=["plain", "positions"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"positions": "learned", "max_positions": 16, "embedding_scale": 2.0}],
+    ids=["plain", "positions and scale"],
+)
 def test_inputs_embeds(more: dict[str, Any]) -> None:
     model = causal_model(**more)
     ids = tokens(2, 7)
-    embeds = F.embedding(ids, model.get_input_embeddings().weight)
+    embeds = model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
     with pytest.raises(ValueError, match="give exactly one of them"):
         model(ids, inputs_embeds=embeds)
@@ -382,6 +386,7 @@ def test_resized_embeddings_and_generation() -> None:
 def test_compiled() -> None:
     model = causal_model(["metala"])
     ids, mask = padded([tokens(1, 9)[0], tokens(1, 5)[0]], "left")
+    mask[0, 3:5] = 0  # between real tokens
     expected = model(ids, attention_mask=mask).logits
     compiled = torch.compile(model, backend="aot_eager")  # traced and run; inductor's C++ takes half a minute
     with torch.no_grad():

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from models import backend as kernels
+from models.operators.delta_rule import select_kernel as delta_rule
 from models.operators.gla import gated_linear_attention as module
 from models.operators.gla.gated_linear_attention import gated_linear_attention
-from models.operators.gla.select_kernel import select_kernel
+from models.operators.gla.select_kernel import select_kernel, supports_triton
 
 
 class ChosenError(Exception):
@@ -143,3 +144,15 @@ TABLE = [
 )
 def test_selected_kernel(forms, monkeypatch, case, form):
     assert form_of(monkeypatch, **case) == form
+
+
+@pytest.mark.parametrize(("length", "fits"), [(131_072, True), (262_144, False)])
+def test_rows_beyond_addresses_of_32_bits_are_not_for_the_kernels(length: int, fits: bool) -> None:
+    """Test 32 heads of 64 and 128 channels: the gradients of a MetaLA layer have 12,288 numbers per token."""
+    q = torch.empty(1, length, 32, 64, device="meta", dtype=torch.bfloat16)
+    v = torch.empty(1, length, 32, 128, device="meta", dtype=torch.bfloat16)
+    with kernels.cuda_on_meta({}):
+        assert supports_triton(q, q, v, q, fits_matmul_form=True) is fits
+        wide = v.repeat(1, 3, 1, 1)
+        selected = delta_rule.select_kernel(q, q, wide, wide[..., 0], None, None, None)
+        assert (selected is delta_rule.Kernel.TRITON) is fits
