@@ -13,6 +13,11 @@ from ..corpus.document_sources import read_sources
 from ..indexed import IndexedTokens
 
 
+def data_card_path(prefix: str | Path) -> Path:
+    """Return the path of the data card of a prefix."""
+    return Path(f"{prefix}.md")
+
+
 def write_data_cards(manifests: Mapping[Path, Mapping[str, Any]], licences: Mapping[str, str]) -> list[Path]:
     """Write ``{prefix}.md`` for the manifest of each prefix, and return the paths.
 
@@ -70,6 +75,6 @@ def _write_data_card(prefix: Path, manifest: Mapping[str, Any], licences: Mappin
         *(f"| {name} | {value} |" for name, value in manifest.get("settings", {}).items()),
         f"| input files | {manifest['files']:,} |",
     ]
-    card = Path(f"{prefix}.md")
+    card = data_card_path(prefix)
     write_text(card, "\n".join(lines) + "\n")
     return card

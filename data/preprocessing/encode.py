@@ -99,11 +99,11 @@ def encode_block(block: Block, key: str, settings: PreprocessingSettings, tokeni
     documents, sides = [], []
     problem_of = document_filter(settings.filters)
     for document in parsed.documents:
-        side = settings.side_of(split_position(document))
         if settings.ftfy:
             import ftfy
 
             document = replace(document, text=ftfy.fix_text(document.text))
+        side = settings.side_of(split_position(document))
         if len(document.text) < settings.min_characters:
             skipped["short"] += 1
             continue

@@ -33,10 +33,10 @@ from ..indexed import bin_path, idx_path, token_dtype
 from ..manifest import read_manifest, same_tokenizer
 from ..tokenizer import Tokenizer, load_tokenizer
 from .encode import Encoded, PreprocessingSettings, encode_block
-from .filters import DuplicateIndex, Filters
+from .filters import DuplicateIndex
 from .shards import Shard, finished_reports, input_records, join_shards, read_records
 
-PREPROCESS_VERSION = 2
+PREPROCESS_VERSION = 3
 SHARD_BLOCKS = 256  # a block is about 1 MiB of text
 OWNER = "owner"  # file that names the writing process as PID@HOST
 
@@ -123,19 +123,16 @@ def finished(
             manifests[name] = manifest
         elif manifest is not None or not begun:
             raise ValueError(
-                f"{bin_path(prefix)} exists, but was made from other input or with other settings; name another "
-                "--output-prefix, or replace it with --overwrite"
+                f"{bin_path(prefix)} exists, but was made from other input, with other settings or by an earlier version; "
+                "name another --output-prefix, or replace it with --overwrite"
             )
     return None if again else manifests or None
 
 
 def _made_from(files: Sequence[SourceFile], settings: PreprocessingSettings, tokenizer: Tokenizer) -> str:
-    recipe = {**asdict(settings), "tokenizer_path": None}
-    if settings.filters == Filters():  # outputs of versions without filters keep their hash
-        del recipe["filters"]
     made_from = {
         "version": PREPROCESS_VERSION,
-        "recipe": recipe,
+        "recipe": {**asdict(settings), "tokenizer_path": None},
         "tokenizer": tokenizer.hash,
         "files": [file.identity() for file in files],
     }

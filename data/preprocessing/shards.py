@@ -20,6 +20,7 @@ from ..corpus.document_sources import UNKNOWN, SourceTable, read_sources_file, s
 from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from ..manifest import describe_tokenizer, manifest_path, write_manifest
 from ..tokenizer import Tokenizer, padded_vocab_size
+from .data_card import data_card_path
 from .encode import Encoded, PreprocessingSettings
 from .filters import DuplicateIndex, excluded
 
@@ -201,6 +202,7 @@ def join_shards(
     for index, name in enumerate(settings.names()):
         by_file = [sum(report["documents"][index] for report in of_file) for of_file in reports]
         prefix = output_prefix.with_name(f"{output_prefix.name}_{name}_document")
+        data_card_path(prefix).unlink(missing_ok=True)  # it describes the output of an earlier job
         if sum(by_file) == 0:
             # Remove the output of an earlier input, which would look like an output of this one.
             for path in (idx_path(prefix), bin_path(prefix), manifest_path(prefix), sources_path(prefix)):

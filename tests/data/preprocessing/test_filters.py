@@ -1,7 +1,9 @@
-"""Filters of a corpus: near duplicates, quality, language; and the data card that counts what they remove."""
+"""Filters of a corpus: near duplicates, quality, language, ftfy; and the data card that counts what they remove."""
 
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,6 +163,30 @@ def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
     (tmp_path / "licences.yml").write_text("[a, b]\n")
     assert main(words) == 2
     assert "one line per source, SOURCE: LICENCE, is allowed" in capsys.readouterr().err
+
+
+def test_card_of_replaced_token_files_is_removed(tmp_path, inline):
+    path = write(tmp_path / "x.jsonl", [{"text": PROSE}])
+    words = ["--input", str(path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out"), "--overwrite"]
+
+    def cards(*more: str) -> list[str]:
+        assert main([*words, *more]) == 0
+        return sorted(card.name for card in tmp_path.glob("*.md"))
+
+    assert cards("--split", "0,1", "--data-card") == ["out_validation_text_document.md"]
+    assert cards("--split", "1,0", "--data-card") == ["out_train_text_document.md"]
+    assert cards("--split", "1,0") == []
+
+
+def test_split_uses_the_repaired_text(tmp_path, inline, monkeypatch):
+    repair = SimpleNamespace(fix_text=lambda text: text.replace("Ã¶", "ö"))
+    monkeypatch.setitem(sys.modules, "ftfy", repair)
+    path = write(tmp_path / "x.jsonl", [{"text": f"{word} {n}"} for n in range(20) for word in ("schÃ¶n", "schön")])
+    words = ["--input", str(path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
+    assert main([*words, "--ftfy", "--split", "1,1"]) == 0
+    sides = [decoded(tmp_path / f"out_{name}_text_document") for name in ("train", "validation")]
+    assert len(sides[0]) + len(sides[1]) == 40
+    assert not set(sides[0]) & set(sides[1]), "equal texts are on one side"
 
 
 @pytest.mark.parametrize(

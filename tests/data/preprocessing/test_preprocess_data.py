@@ -113,7 +113,7 @@ def test_existing_outputs_need_overwrite(corpus, tmp_path, inline, capsys):
         assert run(*more) == 2
         printed = capsys.readouterr().err
         assert (
-            "out_text_document.bin exists, but was made from other input or with other settings; name another"
+            "out_text_document.bin exists, but was made from other input, with other settings or by an earlier version; name"
             in printed
         )
         assert "--overwrite" in printed
@@ -159,7 +159,7 @@ def test_another_end_of_documents_is_another_tokenizer(tmp_path, inline, capsys)
     assert prepared() == [3, 2]
     assert main(words) == 2
     assert (
-        "out_text_document.bin exists, but was made from other input or with other settings" in capsys.readouterr().err
+        "out_text_document.bin exists, but was made from other input, with other settings or" in capsys.readouterr().err
     )
     with pytest.raises(ValueError, match=r"another tokenizer: hf .*end of a document 1,.*end of a document 2,"):
         check_tokenizer(tmp_path / "out_text_document", load_tokenizer("hf", tmp_path))
