@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tools.cli.arguments import INTERRUPTED, check_writable, command, command_line, from_zero, positive
 
@@ -46,10 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--max-tokens {options.max_tokens}: after a prompt of {len(ids)} tokens at most {longest} is allowed "
                 f"(model.max_positions = {located.model.max_positions})"
             )
-    out = None
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        out = options.out.open("w", encoding="utf-8")
     started = time.perf_counter()
     count = status = 0
     if options.prompts_file is None:
@@ -62,20 +59,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = INTERRUPTED
         print()
     else:
-        for number, (prompt, text, tokens) in enumerate(_batched(loaded, prompts, options), start=1):
-            count += tokens
-            print(f"--- {number} of {len(prompts)} ---\n{prompt}{text}", flush=True)
-            if out is not None:
-                out.write(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}, ensure_ascii=False) + "\n")
-                out.flush()
-        if out is not None:
-            out.close()
+        with _texts_file(options.out) as out:
+            for number, (prompt, text, tokens) in enumerate(_batched(loaded, prompts, options), start=1):
+                count += tokens
+                print(f"--- {number} of {len(prompts)} ---\n{prompt}{text}", flush=True)
+                if out is not None:
+                    line = json.dumps({"prompt": prompt, "text": text, "tokens": tokens}, ensure_ascii=False)
+                    out.write(line + "\n")
+                    out.flush()
     seconds = time.perf_counter() - started
     print(
         f"{count} tokens in {seconds:.1f} s ({count / seconds:,.0f} tokens/s), step {loaded.step} of {loaded.run}",
         file=sys.stderr,
     )
     return status
+
+
+@contextlib.contextmanager
+def _texts_file(path: Path | None) -> Iterator[IO[str] | None]:
+    """Yield a temporary file that replaces `path` at the end, or None without a path.
+
+    After an error or Ctrl-C the file replaces `path` too, unless it is empty.
+    """
+    if path is None:
+        yield None
+        return
+    from data.atomic_io import put_in_place, sync, temporary_path
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(path)
+    with temporary.open("w", encoding="utf-8") as file:
+        try:
+            yield file
+        finally:
+            if temporary.stat().st_size:
+                sync(temporary)
+                put_in_place(temporary, path)
+            else:
+                temporary.unlink()
 
 
 def _stream(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]:

@@ -140,16 +140,22 @@ class ProjectLM(TemplateLM):
                 f"({', '.join(sorted({r.task_name or '?' for r in requests}))})"
             )
         settings = [generation_settings(request.args[1], self.max_gen_toks) for request in requests]
+        rooms = [self.max_length - values["max_tokens"] for values in settings]
+        for request, room in zip(requests, rooms, strict=True):
+            if room < 1:
+                raise ValueError(
+                    f"{request.task_name or 'a request'}: max_gen_toks {self.max_length - room} leaves no token for a prompt; "
+                    f"the model reads {self.max_length} at once, so at most {self.max_length - 1} is allowed. Set a smaller "
+                    "max_gen_toks in the task or with --gen-kwargs, or give a larger --max-length"
+                )
         identities = _generation_identities(requests, settings)
         keys = [self.cache.key("generate", *identity) for identity in identities]
         texts = {i: value for i, key in enumerate(keys) if (value := self.cache.get(key)) is not None}
         prompts = encode_texts(self._tokenizer, [request.args[0] for request in requests])
         # Masked models, whose scorer has no states, generate nothing.
         assert isinstance(self.scorer, Scorer)
-        rooms = [self.max_length - values["max_tokens"] for values in settings]
         ends = [
-            ids[-max(1, room) :] if len(ids) else np.array([self.eot_token_id])
-            for ids, room in zip(prompts, rooms, strict=True)
+            ids[-room:] if len(ids) else np.array([self.eot_token_id]) for ids, room in zip(prompts, rooms, strict=True)
         ]
         same_settings: dict[str, list[int]] = {}
         for i in range(len(requests)):

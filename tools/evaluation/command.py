@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
     """Check all that needs neither weights nor the hub's data. Return the checkpoint, or None for a Hugging Face model.
 
     Raises as `read_suite`, `check_needle`, `check_ruler`, `locate_model`, `check_output` and `check_texts`; ValueError for
-    texts of a masked or Hugging Face model, and for one `--out` of several kinds of results.
+    texts of a masked or Hugging Face model or with several processes, and for one `--out` of several kinds of results.
     """
     if request.tasks is not None:
         for name in request.tasks.suites:
@@ -67,6 +68,11 @@ def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
             raise ValueError("--fewshot-as-multiturn needs --apply-chat-template")
     if request.texts is not None and request.texts.stride and request.texts.by_position:
         raise ValueError("--stride and --by-position cannot be combined: leave one out")
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if request.texts is not None and processes > 1:
+        raise ValueError(
+            f"WORLD_SIZE = {processes}: the perplexity of texts is measured by one process; start it without torchrun"
+        )
     kinds = request.kinds
     if request.out and len(kinds) > 1:
         raise ValueError(

@@ -84,13 +84,10 @@ def refuse_masked(located: LocatedCheckpoint | None) -> None:
         raise ValueError(f"{located.checkpoint} is a masked model: it reads both directions and generates no text")
 
 
-def position_limit(opened: OpenedModel) -> int | None:
+def position_limit(model: Any) -> int | None:
     """Return the tokens that the learned positions of a model allow; None for a model without them."""
-    if opened.loaded is not None:
-        return opened.loaded.model.config.max_positions
     from torch import nn
 
-    model = opened.lm.model
     names = ("max_positions", "n_positions", "max_position_embeddings")
     limits = [limit for name in names if (limit := getattr(model.config, name, None))]
     learned = getattr(model.config, "max_positions", None) is not None or any(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.precision import to_accumulation_dtype
 from tools.cli.devices import device_of
+from tools.evaluation.haystack import position_limit
 from tools.evaluation.huggingface import HuggingFaceLM
 from tools.evaluation.request import EvaluationRequest
 
@@ -74,7 +75,10 @@ class HuggingFaceText:
 
 
 def load_huggingface_text(request: EvaluationRequest) -> HuggingFaceText:
-    """Load the model of a request. Raises as `HuggingFaceLM` and `HuggingFaceTokens`."""
+    """Load the model of a request.
+
+    Raises as `HuggingFaceLM` and `HuggingFaceTokens`; ValueError for pieces beyond the learned positions.
+    """
     name = request.checkpoint
     lm = HuggingFaceLM(
         name,
@@ -84,9 +88,20 @@ def load_huggingface_text(request: EvaluationRequest) -> HuggingFaceText:
         trust_remote_code=request.trust_remote_code,
     )
     model = lm.model.eval().requires_grad_(False)
-    config = {"batch": {"sequence_length": min(lm.max_length, LONGEST)}, "data": {"reset_at_documents": False}}
+    length = request.max_length or min(lm.max_length, LONGEST)
+    _check_positions(request, model, length)
+    config = {"batch": {"sequence_length": length}, "data": {"reset_at_documents": False}}
     place = str(Path(name).resolve()) if Path(name).is_dir() else name
     num_parameters = sum(p.numel() for p in model.parameters())
     tokens = HuggingFaceTokens(lm.tokenizer, name)
     commit = getattr(model.config, "_commit_hash", None)
     return HuggingFaceText(place, SummedLoss(model), tokens, torch.device(lm.device), config, num_parameters, commit)
+
+
+def _check_positions(request: EvaluationRequest, model: Any, length: int) -> None:
+    """Raise ValueError for pieces beyond the learned positions. length: tokens per piece without --sequence-length."""
+    requested = None if request.texts is None else request.texts.sequence_length
+    option = "--max-length" if request.max_length and not requested else "--sequence-length"
+    limit, length = position_limit(model), requested or length
+    if limit is not None and length > limit:
+        raise ValueError(f"{option} {length}: {request.checkpoint} has {limit:,} positions; name {limit} or less")

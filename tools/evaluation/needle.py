@@ -239,7 +239,7 @@ def _answers(opened: OpenedModel, every: Sequence[Question]) -> list[tuple[float
 
 def _supported_lengths(opened: OpenedModel, lengths: Sequence[int]) -> list[int]:
     """Return the lengths that the model's positions allow. Print a note about the others."""
-    limit = position_limit(opened)
+    limit = position_limit(opened.lm.model)
     supported = [length for length in lengths if limit is None or length <= limit]
     if not supported:
         raise ValueError(f"--lengths {lengths[0]}: {opened.name} has {limit:,} positions; name {limit} or less")

@@ -215,7 +215,7 @@ def _limit(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0 or (value > 1 and value != int(value)):
+    if not value > 0 or (value > 1 and not value.is_integer()):
         raise argparse.ArgumentTypeError(f"{text}: a whole number of documents, or a share between 0 and 1, is allowed")
     return value if value < 1 else int(value)
 

@@ -140,10 +140,12 @@ def difference(earlier: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
     earlier, new: settings by name, such as `suite_settings`.
     """
-    return next(
-        (f"{name} {earlier[name]}, not {new[name]}" for name in new if name in earlier and earlier[name] != new[name]),
-        "",
-    )
+    for name, value in new.items():
+        if name in earlier and earlier[name] != value:
+            word = "now" if None in (earlier[name], value) else "not"
+            previous, current = ("not set" if each is None else each for each in (earlier[name], value))
+            return f"{name} {previous}, {word} {current}"
+    return ""
 
 
 def refuse_others(out: Path, kind: str, settings_of: SettingsOf, new: Mapping[str, Any]) -> None:

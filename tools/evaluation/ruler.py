@@ -90,7 +90,7 @@ def run_ruler(
     text, digest = read_filler(ruler.filler)
     refuse_masked(located)
     opened = open_model(request, located, "ruler", max_length=max(lengths))
-    limit = position_limit(opened)
+    limit = position_limit(opened.lm.model)
     if limit is not None and max(lengths) > limit:
         raise ValueError(f"--lengths {max(lengths)}: {opened.name} has {limit:,} positions; name {limit} or less")
     settings = {

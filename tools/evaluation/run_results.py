@@ -33,14 +33,13 @@ def model_facts(loaded: LoadedModel | HuggingFaceText) -> dict[str, Any]:
 def add_to_run(loaded: LoadedModel, scores: Scores, details: Scores) -> None:
     """Add scores to the run's results file, which its report page and the card of its export show.
 
-    A file with results of another checkpoint stays as it is. details: standard error, chance and number of documents of each
-    score.
+    Results of another checkpoint are dropped. details: standard error, chance and number of documents of each score.
     """
     path = loaded.run / RESULTS_FILE
     content = read_json(path, "remove it: python eval.py RUN writes it again") if path.is_file() else {}
     facts = model_facts(loaded)
     if content.get("checkpoint", facts["checkpoint"]) != facts["checkpoint"]:
-        return
+        content = {}
     content = {**facts, **content}
     for key, new in (("results", scores), ("details", details)):
         earlier = content.setdefault(key, {})

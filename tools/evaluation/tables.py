@@ -251,7 +251,10 @@ def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, 
         if cut:
             counts = ", ".join(f"{task or 'all tasks'} {n:,}" for task, n in cut.items())
             limit = f"{section['max_length']:,} tokens"
-            notes.append(f"{name}: requests longer than {limit} lost their beginning, as in the harness: {counts}.")
+            notes.append(
+                f"{name}: prompts lost their beginning, as in the harness, where prompt and answer together were longer than "
+                f"{limit}: {counts}."
+            )
         for key, words in _SPLITS.items():
             if by_task := {task: n for task, n in section.get(key, {}).items() if task in tasks}:
                 shown = ", ".join(f"{t} {n:,} of {section['requests'].get(t, n):,}" for t, n in by_task.items())

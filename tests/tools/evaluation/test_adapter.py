@@ -164,6 +164,14 @@ def test_continuation_longer_than_the_model_length_is_refused(loaded, lm, theirs
     assert lm.counts.truncated["made up"] == before
 
 
+@pytest.mark.parametrize("tokens", [LENGTH, LENGTH + 1])
+def test_generation_without_a_token_for_the_prompt_is_refused(lm, tokens):
+    requests = instances("generate_until", [("def ", {"until": ["\n"], "max_gen_toks": tokens})])
+    message = rf"^made up: max_gen_toks {tokens} leaves no token for a prompt; .* at most 95 is allowed\. Set a smaller"
+    with pytest.raises(ValueError, match=message):
+        lm.generate_until(requests)
+
+
 @pytest.mark.parametrize("shots", [0, 2])
 def test_prompt_contains_the_examples(shots, lm, eval_data):
     results = evaluate(lm, prepare_tasks(TaskRequest(tasks=("copa",), data_dir=eval_data, shots=shots)))

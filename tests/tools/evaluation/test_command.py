@@ -26,6 +26,7 @@ from tools.evaluation.options import evaluation_parser
 from tools.evaluation.report import latex
 from tools.evaluation.request import EvaluationRequest
 from tools.evaluation.results_file import read_results
+from tools.evaluation.run_results import add_to_run
 from tools.evaluation.suites import read_suite, task_suite
 from tools.evaluation.tables import suite_table
 from tools.loading.model import load_model
@@ -79,7 +80,7 @@ def test_tables_contain_the_published_rows(evaluated):
         assert "MetaLA 360M (paper), 15B tokens" in text
         assert "44.05" in text
         assert "42.52" in text
-        assert "requests longer than 96 tokens lost their beginning" in text
+        assert "prompt and answer together were longer than 96 tokens" in text
         assert "Average: the mean of the seven columns" in text
     assert "acc (harness)" in printed
     assert re.search(r"multirc .* exact_match", printed)
@@ -135,6 +136,16 @@ def test_scores_of_named_filters_are_added_to_the_run(trained_run, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["results"]["tasks"] == {
         "gsm8k": {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
     }
+
+
+def test_scores_of_another_checkpoint_are_replaced(trained_run, tmp_path):
+    scores = {"copa": {"acc": 0.5}}
+    for step, suite in (("step_00000010", "one"), ("step_00000030", "two"), ("step_00000030", "three")):
+        loaded = load_model(trained_run / "checkpoints" / step, device="cpu")
+        add_to_run(dataclasses.replace(loaded, run=tmp_path), {suite: scores}, {suite: scores})
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert content["step"] == 30
+    assert content["results"].keys() == content["details"].keys() == {"two", "three"}
 
 
 def test_results_are_written_before_the_run_results(trained_run, eval_data, tmp_path, monkeypatch, capsys):

@@ -148,7 +148,7 @@ def test_files_have_the_harness_names_and_format(limited: tuple[Path, str]) -> N
 def test_other_limit_is_not_merged(limited: tuple[Path, str], trained_run: Path, eval_data: Path, capsys) -> None:
     words = ["--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data), "--max-length", "96"]
     assert command.main([str(trained_run), *words, "--out", str(limited[0])]) == 2
-    assert "holds results of limit (--limit) 6, not None" in capsys.readouterr().err
+    assert "holds results of limit (--limit) 6, now not set: name another file" in capsys.readouterr().err
 
 
 def test_run_and_card_have_documents_error_and_chance(trained_run: Path, eval_data: Path, tmp_path: Path) -> None:
@@ -246,6 +246,7 @@ def test_groups_and_tags_list_their_tasks() -> None:
         ),
         (["--max-length", "8"], "--max-length 8: it is the length of tasks; give --sequence-length"),
         (["--tasks", "copa", "--limit", "0"], "--limit: 0: a whole number of documents, or a share between 0 and 1"),
+        (["--tasks", "copa", "--limit", "inf"], "--limit: inf: a whole number of documents, or a share between 0"),
         (["--tasks", "copa", "--seed", "1,2"], "--seed: 1,2: one integer, or four"),
         (["--tasks", "copa", "--fewshot-as-multiturn"], "--fewshot-as-multiturn needs --apply-chat-template"),
         (["--tasks", "copa", "--include-path", "nowhere"], "--include-path nowhere: it is no folder"),

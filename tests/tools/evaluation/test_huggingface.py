@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from tools.evaluation import huggingface_text
 from tools.evaluation.huggingface import HuggingFaceLM
 from tools.evaluation.huggingface_checks import refuse_masked
+from tools.evaluation.huggingface_text import HuggingFaceText
 from tools.evaluation.open_model import locate_model
-from tools.evaluation.request import EvaluationRequest
+from tools.evaluation.request import EvaluationRequest, TextRequest
 from tools.evaluation.request_pairs import RequestCounts
 
 
@@ -84,3 +88,34 @@ def test_continuation_without_own_token_is_encoded_apart_and_counted() -> None:
         "recut": {},
     }
     assert (lm.counts.longest, lm.counts.tokens) == (10, 1 + 2 + 9)
+
+
+def open_text(monkeypatch: pytest.MonkeyPatch, positions: int, **settings: Any) -> HuggingFaceText:
+    """Return a small GPT-2 with random weights for texts. settings: of the request."""
+    config = GPT2Config(vocab_size=8, n_positions=positions, n_embd=4, n_layer=1, n_head=1)
+    model = GPT2LMHeadModel(config)
+
+    class Tokenizer:
+        eos_token_id = 0
+
+        def __len__(self) -> int:
+            return 8
+
+    def opened(*_: Any, max_length: int | None, **__: Any) -> Any:
+        return SimpleNamespace(model=model, tokenizer=Tokenizer(), max_length=max_length or positions, device="cpu")
+
+    monkeypatch.setattr(huggingface_text, "HuggingFaceLM", opened)
+    return huggingface_text.load_huggingface_text(EvaluationRequest("org/tiny", device="cpu", **settings))
+
+
+@pytest.mark.parametrize(("max_length", "length"), [(None, 2048), (3000, 3000), (64, 64)])
+def test_max_length_is_the_length_of_the_pieces(max_length: int | None, length: int, monkeypatch) -> None:
+    assert open_text(monkeypatch, 4096, max_length=max_length).config["batch"]["sequence_length"] == length
+
+
+def test_pieces_beyond_the_learned_positions_are_refused(monkeypatch) -> None:
+    open_text(monkeypatch, 16, max_length=16, texts=TextRequest(("a.txt",), sequence_length=16))
+    with pytest.raises(ValueError, match=r"^--max-length 17: org/tiny has 16 positions; name 16 or less"):
+        open_text(monkeypatch, 16, max_length=17, texts=TextRequest(("a.txt",)))
+    with pytest.raises(ValueError, match=r"^--sequence-length 17: org/tiny has 16 positions; name 16 or less"):
+        open_text(monkeypatch, 16, texts=TextRequest(("a.txt",), sequence_length=17))

@@ -198,6 +198,7 @@ def test_settings_are_compared_for_common_tasks() -> None:
         return suite_settings({"metalion": {**ours, "shots": 0, **changes}, "config": {"model_dtype": "torch.float32"}})
 
     assert difference({}, of()) == ""
+    assert difference(of(), of(limit=6)) == "limit (--limit) not set, now 6"
     assert difference(of(), of(data={"copa": {"b/test.jsonl": "0" * 64}})) == ""
     assert difference(of(), of(data={"copa": {"a/test.jsonl": "1" * 64}})).startswith("copa's data")
     assert difference(of(), of(split={"copa": "validation"})) == "copa's split test, not validation"

@@ -310,6 +310,14 @@ def test_results_file_is_in_the_run_folder(trained_run: Path, tmp_path: Path) ->
     (trained_run / "results.json").unlink()
 
 
+def test_several_processes_are_refused_before_weights_are_loaded(trained_run: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("tools.evaluation.texts.load_located", lambda _: pytest.fail("weights are loaded"))
+    assert evaluation.main([str(trained_run), "--device", "cpu"]) == 2
+    message = "WORLD_SIZE = 2: the perplexity of texts is measured by one process; start it without torchrun"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

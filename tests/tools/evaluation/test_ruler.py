@@ -161,7 +161,7 @@ def test_learned_positions_of_a_hugging_face_model_are_a_limit() -> None:
     for modules in ({"wte": tokens, "wpe": positions}, {"embed_tokens": tokens}):  # as GPT-2 and as Llama
         model = nn.ModuleDict(modules)
         model.config = SimpleNamespace(max_position_embeddings=64)
-        limits.append(position_limit(SimpleNamespace(loaded=None, lm=SimpleNamespace(model=model))))
+        limits.append(position_limit(model))
     assert limits == [64, None]
 
 

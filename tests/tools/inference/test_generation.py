@@ -290,6 +290,28 @@ def test_command_with_a_file_of_prompts(trained_run: Path, tmp_path: Path, capsy
     assert f"--- 2 of 4 ---\n{prompts[1]}{texts[0][1]['text']}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("batches", "prompts"), [(0, [None]), (2, ["a", "b"])])
+def test_ctrl_c_replaces_the_output_file_only_with_texts(
+    batches: int, prompts: list[str | None], trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a\nb\nc\n")
+    out = tmp_path / "out.jsonl"
+    out.write_text("{}\n")
+
+    def interrupted(*_: object, first_row: int, **__: object) -> Iterator[list[int]]:
+        assert out.read_text() == "{}\n", "the earlier file stays until the end"
+        if first_row == batches:
+            raise KeyboardInterrupt
+        yield [70]
+
+    monkeypatch.setattr(decoding, "generate", interrupted)
+    words = ["--prompts-file", str(tmp_path / "prompts.txt"), "--batch-size", "1", "--out", str(out)]
+    assert main([str(trained_run), *words]) == 130
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line.get("prompt") for line in lines] == prompts
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.txt", "out.jsonl"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
