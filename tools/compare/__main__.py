@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 if all runs are complete, 1 if some are not, 2 for an invalid comparison."""
     options = _parser().parse_intermixed_args(arguments)
     from tools.compare.launcher import check_existing_runs
-    from tools.compare.spec import plan_runs, read_comparison
+    from tools.compare.spec import NAME, plan_runs, read_comparison
     from tools.compare.tuning import tuning_comparison, with_tuned_rates
 
     comparison = read_comparison(options.file)
@@ -47,11 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"--page {options.page}: {options.file} has no section `ladder`, whose results the page shows")
     changes: dict[str, Any] = {"name": options.name, "data": options.data, "workers": options.workers}
     changes["time_budget_minutes"] = options.minutes
+    if options.name is not None and not re.fullmatch(NAME, options.name):
+        raise ValueError(
+            f"--name {options.name}: letters, digits, '.', '_', '+' and '-' are allowed, after a letter or digit"
+        )
     ladder = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
     comparison = tuning_comparison(ladder) if options.tune else with_tuned_rates(ladder)
     runs = plan_runs(
         comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
     )
+    every = all_runs(comparison, runs, options)
     for option in ("positions", "recall"):
         if getattr(options, option) and not any(run.causal for run in runs):
             raise ValueError(
@@ -67,13 +73,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     failed = {} if options.table or all(run.complete for run in runs) else _train(comparison, ladder, runs, options)
     if options.tune:
-        return _report_rates(ladder, runs, failed)
+        return _report_rates(ladder, every, failed)
     if options.positions or options.recall:
         _measure(comparison, runs, options)
-    write_results(comparison, runs, options.file, options.page)
+    write_results(comparison, every, options.file, options.page)
     for name, text in failed.items():
         print(f"\n{name} failed:\n{text}", file=sys.stderr)
     return 0 if all(run.complete for run in runs) else 1
+
+
+def all_runs(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> list[Run]:
+    """Return the runs that the results show: with --models, --sizes or --seeds also those that were not selected.
+
+    Overrides and --data may not be those of the other runs. With them the results show the selected runs, and --tune, which
+    compares all of its runs, plans the others with the same overrides.
+    """
+    from tools.compare.spec import plan_runs
+
+    others: list[Run] = []
+    if options.tune or not (options.override or options.data):
+        others = plan_runs(comparison, overrides=options.override)
+    return list({run.folder: run for run in (*others, *runs)}.values())
 
 
 def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page: Path | None = None) -> None:
@@ -128,7 +148,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page:
                 "tokens": result.tokens,
                 "step_seconds": round(result.seconds, 2),
                 "final": result.final and finite(result.final),
-                "course": [finite(line) for line in result.curve],
+                "training_curve": [finite(line) for line in result.curve],
             }
             for result in results
         ],

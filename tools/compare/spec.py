@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,6 +24,7 @@ from tools.compare.rungs import Ladder, steps_of_rung
 from tools.loading.vocab_size import vocabulary_override
 
 Tree = dict[str, Any]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"  # of a folder under runs/
 
 
 class _Section(BaseModel):
@@ -58,14 +59,14 @@ class Comparison(_Section):
         ladder: train every size for several numbers of tokens per parameter, and predict the loss of the largest size.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    name: str = Field(pattern=NAME)
     title: str
     files: tuple[str, ...] = ()
     data: str | None = None
     config: Tree = {}
-    sizes: dict[str, Tree] = {"": {}}
+    sizes: dict[Annotated[str, Field(pattern=f"^$|{NAME}")], Tree] = {"": {}}
     seeds: tuple[int, ...] = Field(min_length=1)
-    models: dict[str, ComparedModel] = Field(min_length=1)
+    models: dict[Annotated[str, Field(pattern=NAME)], ComparedModel] = Field(min_length=1)
     equal_parameters: EqualParameters | None = None
     ladder: Ladder | None = None
     workers: int = Field(default=1, ge=1)

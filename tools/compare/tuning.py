@@ -49,7 +49,7 @@ def tuning_comparison(comparison: Comparison) -> Comparison:
 def write_rates(comparison: Comparison, runs: Sequence[Run], failed: Collection[str]) -> Section | None:
     """Write the best factor of every size once all runs are complete or failed. Return the table, or None before that.
 
-    comparison: the ladder. runs: those of `tuning_comparison`.
+    comparison: the ladder. runs: all of `tuning_comparison`.
     """
     if not all(run.complete or run.name in failed for run in runs):
         return None

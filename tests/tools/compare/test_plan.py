@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from megatron_lite.config.loader import ConfigError, load_config
 from models.config import ModelConfig
 from models.language_model import count_parameters
-from tools.compare.__main__ import main
+from tools.compare.__main__ import all_runs, main
 from tools.compare.match_parameters import equal_width
 from tools.compare.spec import Comparison, Run, differing_keys, plan_runs, read_comparison
 
@@ -180,6 +181,12 @@ def test_invalid_comparisons_are_refused(tmp_path: Path, capsys) -> None:
         read_comparison(file)
     assert main([str(file)]) == 2
     assert "models.a.colour" in capsys.readouterr().err
+    file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a/b: {}}\n")
+    with pytest.raises(ValueError, match="a/b"):
+        read_comparison(file)
+    file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {}}\n")
+    assert main([str(file), "--name", "../x", "--plan"]) == 2
+    assert "--name ../x: letters, digits" in capsys.readouterr().err
     assert main([str(tmp_path / "none.yml")]) == 2
     assert "none.yml does not exist: give a comparison's YAML file" in capsys.readouterr().err
     file.write_text("title: x\nseeds: [1]\nmodels: {a: {}}\n")
@@ -270,3 +277,16 @@ def test_comparison_of_image_classifiers_has_every_direction_and_no_text() -> No
     # The projection of a decay per channel is larger.
     parameters = [run.parameters for run in runs if run.model != "lion_s_vector"]
     assert max(parameters) < 1.02 * min(parameters)
+
+
+def test_results_show_all_runs_unless_overrides_change_some() -> None:
+    planned = comparison()
+    options = argparse.Namespace(override=[], data=None, tune=False)
+    selected = plan_runs(planned, models=["metala"], seeds=[99])
+    names = [run.name for run in all_runs(planned, selected, options)]
+    assert names == [run.name for run in (*plan_runs(planned), *selected)]
+    options.override = ["optimizer.weight_decay=0.3"]
+    assert all_runs(planned, selected, options) == selected
+    # Rates are chosen from all runs.
+    options.tune = True
+    assert len(all_runs(planned, selected, options)) == len(names)
