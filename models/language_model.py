@@ -123,8 +123,13 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """Return the input of the head, [batch, length, hidden_size], and the new state; an empty one without return_state.
 
-        Arguments as in `forward`. The state has one dict per layer, without the head's.
+        Arguments as in `forward`. The state has one dict per layer, without the head's. Raises ValueError for a mask of another
+        dtype or shape.
         """
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
+            raise ValueError(
+                f"mask {mask.dtype} {list(mask.shape)}: expected torch.bool {list(tokens.shape)}, True for real tokens"
+            )
         layers: list[nn.Module] = [self.embedding, *self.blocks]
         states: Sequence[dict[str, Tensor] | None] = [None] * len(layers) if state is None else state
         x, new_states = tokens, []

@@ -18,7 +18,11 @@ def check_packed(x: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, length: int) -> None:
-    """Raise ValueError unless cu_seqlens [segments + 1] rises from 0 to the length. On CUDA the values are not read."""
+    """Raise ValueError unless cu_seqlens [segments + 1] int rises from 0 to the length. On CUDA the values are not read."""
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"cu_seqlens {cu_seqlens.dtype} {list(cu_seqlens.shape)}: expected integers [segments + 1] from 0 to {length}"
+        )
     # Reading a CUDA tensor would synchronise with the device.
     if not cu_seqlens.is_cpu:
         return

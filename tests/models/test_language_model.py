@@ -156,6 +156,12 @@ def test_prefill_and_decode_equal_forward(mixers):
     torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("mask", [torch.ones(2, 1, dtype=torch.bool), torch.ones(2, 5)])
+def test_mask_of_another_shape_or_dtype_is_refused(mask):
+    with pytest.raises(ValueError, match=r"mask torch\.\w+ \[2, \d\]: expected torch.bool \[2, 5\], True for real"):
+        model(PATTERNS[0])(torch.zeros(2, 5, dtype=torch.long), mask=mask)
+
+
 @pytest.mark.parametrize("mixers", PATTERNS)
 def test_left_padded_prompts_decode_as_single_prompts(mixers):
     """Left padding through the mask, then tokens one by one."""

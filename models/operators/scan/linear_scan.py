@@ -105,7 +105,8 @@ def _select_form(
         if form not in ("recurrent", "chunked", "kernel"):
             raise ValueError(f"form = {form!r}: allowed are auto, recurrent, chunked, kernel")
         return form
-    if x.shape[1] == 1 and cu_seqlens is None:
+    # "recurrent" does not read the decay of one token, which would then have no gradient instead of zeros.
+    if x.shape[1] == 1 and cu_seqlens is None and not (torch.is_grad_enabled() and log_decay.requires_grad):
         return "recurrent"
     sixteen_bits = (compute_dtype or x.dtype) in (torch.bfloat16, torch.float16)
     real = not (x.is_complex() or log_decay.is_complex())

@@ -138,6 +138,12 @@ def test_result_dtypes() -> None:
         ({"log_decay": torch.zeros(1, 4, 3)}, r"log_decay \[1, 4, 3\]"),
         ({"initial_state": torch.zeros(2, 3)}, r"initial_state \[2, 3\]: expected \[1, 3\]"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "must run from 0 to the length 5"),
+        (
+            {"cu_seqlens": torch.tensor([0.0, 5.0])},
+            r"cu_seqlens torch.float32 \[2\]: expected integers \[segments \+ 1\]",
+        ),
+        ({"cu_seqlens": torch.tensor([[0, 5]])}, r"cu_seqlens torch.int64 \[1, 2\]: expected integers"),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, r"cu_seqlens torch.int32 \[0\]: expected integers"),
         ({"form": "parallel"}, "allowed are auto, recurrent, chunked, kernel"),
     ],
 )
@@ -150,6 +156,10 @@ def test_wrong_arguments_are_refused(change: dict, message: str) -> None:
 def test_the_form_is_selected_by_length_and_device() -> None:
     x = torch.zeros(1, 1, 2)
     assert _select_form("auto", x, x, None, torch.bfloat16) == "recurrent"
+    decay = torch.zeros(1, 1, 2, requires_grad=True)
+    assert _select_form("auto", x, decay, None, torch.bfloat16) == "chunked"
+    scan(x, decay)[0].sum().backward()
+    assert torch.equal(decay.grad, torch.zeros(1, 1, 2))
     assert _select_form("auto", x, x, torch.tensor([0, 1]), torch.bfloat16) == "chunked"
     assert _select_form("kernel", x, x, None, None) == "kernel"
     with pytest.raises(ValueError, match="form = 'fast': allowed are auto, recurrent, chunked, kernel"):
