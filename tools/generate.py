@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tools.cli.arguments import INTERRUPTED, check_writable, command, command_line, from_zero, positive
+from tools.cli.arguments import INTERRUPTED, check_writable, command, command_line, from_zero, positive, seed
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.loading.model import LoadedModel
@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         "--top-k", type=from_zero, default=0, help="sample from the k most likely tokens (default 0: all)"
     )
     parser.add_argument("--greedy", action="store_true", help="always select the most likely token")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="random seed (default 0)")
     parser.add_argument("--batch-size", type=positive, default=16, help="prompts per batch (default 16)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument("--dtype", default="auto", help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32)")

@@ -70,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--shingle-words {options.shingle_words} has no effect without --near-duplicates: add --near-duplicates SHARE, "
             "such as 0.8, or leave --shingle-words out"
         )
+    if len(set(options.jsonl_keys)) < len(options.jsonl_keys):
+        raise ValueError(f"--jsonl-keys {' '.join(options.jsonl_keys)}: each key is allowed once; it names an output")
     settings = PreprocessingSettings(
         tokenizer_type=TOKENIZER_TYPES[options.tokenizer_type],
         tokenizer_path=options.vocab_file,

@@ -33,6 +33,10 @@ twenty times as long and compresses source code slightly less.
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     check_sentencepiece_size(options.vocab_size)
+    if options.output.is_dir():
+        raise ValueError(
+            f"--output {options.output} is a folder: name a file in it, such as {options.output / 'tokenizer.model'}"
+        )
     files = source_files(options.input)
     settings = {key: getattr(options, key) for key in ("vocab_size", "model_type", "sample_characters", "jsonl_key")}
     settings["files"] = hashlib.sha256(json.dumps([file.identity() for file in files]).encode()).hexdigest()[:16]

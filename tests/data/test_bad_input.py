@@ -51,6 +51,13 @@ def test_a_broken_file_is_named_and_nothing_is_written(tmp_path, capsys, inline,
     assert not list(tmp_path.glob("out*"))
 
 
+def test_repeated_keys_are_refused(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    assert run(tmp_path / "a.jsonl", "--jsonl-keys", "text", "text") == 2
+    assert "--jsonl-keys text text: each key is allowed once" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_a_document_of_more_tokens_than_the_format_holds(tmp_path, capsys, inline, monkeypatch):
     monkeypatch.setattr(encode, "LONGEST_SEQUENCE", 100)  # 2^31 - 1 tokens of text would not fit the machine
     (tmp_path / "a.jsonl").write_bytes(LINES + json.dumps({"text": "x" * 101}).encode())

@@ -127,6 +127,7 @@ CASES = {
         ("RUN --prompts-file BINARY", "--prompts-file .*binary: no UTF-8 at byte 5"),
         ("RUN --max-new-tokens 8", "unrecognized arguments: --max-new-tokens 8; the nearest option is --max-tokens"),
         ("RUN --max-tokens many", "--max-tokens: many: a whole number, 1 or more"),
+        ("RUN --seed 99999999999999999999", r"--seed: 9+: a whole number from 0 to 2\^63 - 1 is allowed"),
     ],
     "tools.inspect_data": [
         ("NONE", r"nothing\.idx does not exist"),
@@ -138,6 +139,10 @@ CASES = {
     "tools.length.__main__": [
         ("NONE", "does not exist"),
         ("RUN --lengths 7", "--lengths 7: it must divide the longest"),
+        (
+            "RUN --lengths 7000001",
+            r"the trained length \d+ is also measured: it must divide the longest length, 7000001",
+        ),
         ("RUN --lengths 0", "--lengths: 0: a whole number, 1 or more"),
         ("RUN --data TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
     ],
@@ -206,6 +211,7 @@ CASES = {
         ("--input NONE --output OUT", "nothing does not exist"),
         ("--input TEXT --output OUT --vocab-size 10", "vocab_size 10 is too small: .* set 264 or more"),
         ("--input TEXT --output OUT --workers 0", "--workers: 0: a whole number, 1 or more"),
+        ("--input TEXT --output RUN", r"--output .* is a folder: name a file in it, such as .*/tokenizer\.model"),
     ],
 }
 

@@ -199,6 +199,11 @@ def from_zero(text: str) -> int:
     return _number(text, int, "a whole number, 0 or more,", lambda value: value >= 0)
 
 
+def seed(text: str) -> int:
+    """Parse a seed of PyTorch's generators."""
+    return _number(text, int, "a whole number from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)
+
+
 def above_zero(text: str) -> float:
     """Parse a finite number > 0."""
     return _number(text, float, "a number above 0", lambda value: 0 < value < math.inf)

@@ -149,7 +149,12 @@ def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], requested
         )
     for length in readable:
         if max(readable) % length:
-            raise ValueError(f"--lengths {length}: it must divide the longest length, {max(readable)}")
+            what = (
+                f"--lengths {length}"
+                if length in (requested or [])
+                else f"the trained length {length} is also measured"
+            )
+            raise ValueError(f"{what}: it must divide the longest length, {max(readable)}")
     return readable
 
 
