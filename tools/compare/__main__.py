@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changes["time_budget_minutes"] = options.minutes
     if options.name is not None and not re.fullmatch(NAME, options.name):
         raise ValueError(
-            f"--name {options.name}: letters, digits, '.', '_', '+' and '-' are allowed, after a letter or digit"
+            f"--name {options.name}: letters, digits, '.', '_', '+' and '-' are allowed; the first must be a letter or digit"
         )
     ladder = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
     comparison = tuning_comparison(ladder) if options.tune else with_tuned_rates(ladder)
