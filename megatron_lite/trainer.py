@@ -147,7 +147,7 @@ class Trainer(Generic[ModelT]):
         tokens = config.batch.tokens_per_step // config.batch.data_ranks // config.parallel.context
         self._replicas = ReplicaCheck(engine.optimizer_state, engine.grid, config.run.replica_check_interval, tokens)
         parallel = config.parallel
-        # These call no layer as a module, or would compile it again for the hooks.
+        # With these options hooks of layers do not run, or blocks are compiled again for them.
         hooked = not (parallel.compile or parallel.cuda_graph or parallel.tensor_overlap)
         layers = engine.layers if hooked else []
         self._stragglers = StragglerDetector(layers, engine.grid, config.logging.spread_interval)

@@ -165,7 +165,7 @@ class LabelledImages:
 
         try:
             self._table = self._table.cast_column(self._image_key, datasets.Image(decode=False))
-        # What `datasets` raises for a column of another type depends on the type.
+        # `datasets` raises one of these three, depending on the type of the column.
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ValueError(f"{self.files.key}: the column {self._image_key} holds no images ({error})") from error
 

@@ -233,7 +233,6 @@ def _all_reduce_in_place(x: Tensor, tensor: TensorGroup) -> None:
     work = dist.all_reduce(x, group=tensor.group, async_op=True)
     if work is not None:
         work.wait()
-    torch.autograd.graph.increment_version(x)  # a collective does not: attached FP8 rows would count on
 
 
 # A process's part is a contiguous block of the flattened tokens of the micro-batch, so that no copy is needed before a

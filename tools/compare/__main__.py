@@ -57,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = plan_runs(
         comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
     )
-    every = all_runs(comparison, runs, options)
     for option in ("positions", "recall"):
         if getattr(options, option) and not any(run.causal for run in runs):
             raise ValueError(
@@ -72,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"The text is ready for all runs. {comparison.folder} may be copied to the machine that trains.")
         return 0
     failed = {} if options.table or all(run.complete for run in runs) else _train(comparison, ladder, runs, options)
+    every = all_runs(comparison, runs, options)
     if options.tune:
         return _report_rates(ladder, every, failed)
     if options.positions or options.recall:
@@ -90,10 +90,11 @@ def all_runs(comparison: Comparison, runs: Sequence[Run], options: argparse.Name
     """
     from tools.compare.spec import plan_runs
 
-    others: list[Run] = []
-    if options.tune or not (options.override or options.data):
-        others = plan_runs(comparison, overrides=options.override)
-    return list({run.folder: run for run in (*others, *runs)}.values())
+    selected = options.models or options.sizes or options.seeds
+    if not selected or (not options.tune and (options.override or options.data)):
+        return list(runs)
+    everything = plan_runs(comparison, overrides=options.override)
+    return list({run.folder: run for run in (*everything, *runs)}.values())
 
 
 def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page: Path | None = None) -> None:

@@ -149,12 +149,12 @@ def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], requested
         )
     for length in readable:
         if max(readable) % length:
-            what = (
+            subject = (
                 f"--lengths {length}"
                 if length in (requested or [])
                 else f"the trained length {length} is also measured"
             )
-            raise ValueError(f"{what}: it must divide the longest length, {max(readable)}")
+            raise ValueError(f"{subject}: it must divide the longest length, {max(readable)}")
     return readable
 
 

@@ -83,12 +83,12 @@ class GLACase:
 
     @property
     def _narrowest(self) -> int:
-        # Triton 3.6 and 3.7 compile matmuls of four warps with 32 columns for Hopper so that they read outside of their memory.
+        # With four warps, Triton 3.6 and 3.7 compile matmuls of 32 columns for Hopper so that they read outside of their memory.
         return 16 if self.dtype == torch.float32 or self.narrow else 64
 
     @property
     def narrow(self) -> bool:
-        """Return whether a head fits into 16 channels. Two warps then multiply its tiles, not with Hopper's matmuls of four."""
+        """Return whether a head fits into 16 channels. Two warps multiply such tiles: see `_narrowest` for four."""
         return max(self.dim_k, self.dim_v) <= 16
 
     @property

@@ -281,7 +281,7 @@ def test_comparison_of_image_classifiers_has_every_direction_and_no_text() -> No
 
 def test_results_show_all_runs_unless_overrides_change_some() -> None:
     planned = comparison()
-    options = argparse.Namespace(override=[], data=None, tune=False)
+    options = argparse.Namespace(override=[], data=None, tune=False, models=["metala"], sizes=[], seeds=[99])
     selected = plan_runs(planned, models=["metala"], seeds=[99])
     names = [run.name for run in all_runs(planned, selected, options)]
     assert names == [run.name for run in (*plan_runs(planned), *selected)]
