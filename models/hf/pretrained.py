@@ -16,10 +16,10 @@ from .configuration_metalion import MetalionConfig
 
 
 class TokenEmbedding(Embedding):
-    """Called with tokens alone, return their scaled vectors without positions, which callers may pass as `inputs_embeds`."""
+    """Return the scaled vectors of tokens without positions. Callers may pass them as `inputs_embeds`."""
 
     def forward(self, tokens: Tensor, **arguments: Any) -> Any:  # type: ignore[override]
-        if arguments:  # of a `LanguageModel` that has the same layers
+        if arguments:  # called by a `LanguageModel` that has the same layers: with positions
             return super().forward(tokens, **arguments)
         hidden = look_up(tokens, self.weight, None)
         return hidden if self.scale == 1.0 else self.scale * hidden

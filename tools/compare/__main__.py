@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def all_runs(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> list[Run]:
     """Return the runs that the results show: with --models, --sizes or --seeds also those that were not selected.
 
-    Overrides and --data may not be those of the other runs. With them the results show the selected runs, and --tune, which
-    compares all of its runs, plans the others with the same overrides.
+    With overrides or --data only the selected runs are returned, because the others may have been trained without them. --tune
+    compares all of its runs, so its overrides apply to all.
     """
     from tools.compare.spec import plan_runs
 
