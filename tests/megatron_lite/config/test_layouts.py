@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_lite.config.files import CONFIGS
 from megatron_lite.config.loader import ConfigError, load_config
 from megatron_lite.parallel.layout import Layout, Limits, layout_problems, legal_layouts, nearest_layouts
 from models.config import ModelConfig
@@ -143,3 +144,10 @@ def test_legal_layouts_divide_everything() -> None:
     assert nearest_layouts(Layout(3, 1, 1), 12, limits)[0] in (Layout(2, 1, 1), Layout(4, 1, 1))
     refused = Limits({}, 3, 64, context_parallel_error="attention reads every token")
     assert {layout.context for layout in legal_layouts(4, refused)} == {1}
+
+
+def test_nearest_layouts_of_an_image_classifier_have_no_pipeline() -> None:
+    with pytest.raises(
+        ConfigError, match=r"num_heads = 3; nearest legal layouts: tensor 1 x pipeline 1 x context 1 \("
+    ):
+        load_config([CONFIGS / "cifar10_lion_s.yml"], ["parallel.tensor=2"], model_type=ModelConfig, world_size=2)
