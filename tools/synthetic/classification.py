@@ -26,12 +26,14 @@ class Task:
         vocabulary: number of token ids; the largest one is padding.
         make: returns training, validation and test examples from counts, length, seed and the other keys of `data`.
         pairs: each row holds two texts side by side, which are encoded apart.
+        padded: examples may end in padding.
     """
 
     classes: int
     vocabulary: int
     make: Callable[..., Sets]
     pairs: bool = False
+    padded: bool = True
 
 
 def make_examples(name: str, length: int, seed: int, data: Mapping[str, Any]) -> Sets:
@@ -109,7 +111,7 @@ TASKS: dict[str, Task] = {
     "listops": Task(listops.CLASSES, len(listops.TOKENS), _listops),
     "text": Task(2, _BYTES, _text),
     "retrieval": Task(2, _BYTES, _retrieval, pairs=True),
-    "image": Task(10, _BYTES, _image),
-    "pathfinder": Task(pathfinder.CLASSES, _BYTES, _paths),
-    "path_x": Task(pathfinder.CLASSES, _BYTES, _paths),
+    "image": Task(10, _BYTES, _image, padded=False),
+    "pathfinder": Task(pathfinder.CLASSES, _BYTES, _paths, padded=False),
+    "path_x": Task(pathfinder.CLASSES, _BYTES, _paths, padded=False),
 }

@@ -84,10 +84,12 @@ class ModelRun:
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run = run
-        network = (
-            Classifier(run, TASKS[run.task].classes, pairs=TASKS[run.task].pairs) if run.classifies else Network(run)
-        )
-        self.network: Network | Classifier = network.to(device)
+        if run.classifies:
+            task = TASKS[run.task]
+            network: Network | Classifier = Classifier(run, task.classes, pairs=task.pairs, padded=task.padded)
+        else:
+            network = Network(run)
+        self.network = network.to(device)
         self.dropout_generator: torch.Generator | None = None
         if network.embedding_dropout or network.attention_dropout or network.residual_dropout:
             self.dropout_generator = network.dropout_generator = torch.Generator(device)

@@ -195,11 +195,11 @@ class Classifier(WithDropout):
     """Classify a whole sequence: a norm, the mean over the tokens of the last block's output, and a projection.
 
     With `pairs` each row holds two texts side by side; the classifier reads both means, their difference and elementwise product.
-    `positions` is ignored. The largest token id is padding. With `positions: sinusoidal` fixed sines and cosines are added
+    `positions` is ignored. With `padded` the largest token id is padding; without, every token is real. With `positions: sinusoidal` fixed sines and cosines are added
     to the embeddings.
     """
 
-    def __init__(self, run: Run, classes: int, *, pairs: bool = False) -> None:
+    def __init__(self, run: Run, classes: int, *, pairs: bool = False, padded: bool = True) -> None:
         config = model_config(run)
         super().__init__(run)
         specs = layer_specs(config)[:-1]
@@ -207,7 +207,7 @@ class Classifier(WithDropout):
         self.embedding.lookup = _look_up
         self.blocks = nn.ModuleList(blocks)
         self.norm = Norm(config)
-        self.pairs = pairs
+        self.pairs, self.padded = pairs, padded
         inputs = (4 if pairs else 1) * config.hidden_size
         self.output = build_layer(
             LayerSpec("classifier", partial(linear, config, inputs, classes)), len(specs), run.seed
@@ -228,14 +228,17 @@ class Classifier(WithDropout):
         self._dropout_active = dropout
         if self.pairs:
             tokens = tokens.view(2 * tokens.shape[0], -1)
-        real, x = tokens != self.pad, self.embedding(tokens)
+        real, x = tokens != self.pad if self.padded else None, self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions[: tokens.shape[1]]
         x = self._dropout(x, self.embedding_dropout)
         x = self._through(self.blocks, x, real)
-        x = self.norm(x).float().masked_fill(~real.unsqueeze(-1), 0.0)
+        x = self.norm(x).float()
         # Rows of padding only fill the last batch. Their labels are ignored.
-        mean = x.sum(1) / real.sum(1, keepdim=True).clamp_min(1)
+        if real is None:
+            mean = x.mean(1)
+        else:
+            mean = x.masked_fill(~real.unsqueeze(-1), 0.0).sum(1) / real.sum(1, keepdim=True).clamp_min(1)
         if self.pairs:
             first, second = mean.view(-1, 2, mean.shape[-1]).unbind(1)
             mean = torch.cat([first, second, first - second, first * second], -1)

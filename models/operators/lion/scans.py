@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...backend import disable_compile
+from ...backend import disable_compile, is_supported
 from ..gla.gated_linear_attention import local_gated_linear_attention
-from ..gla.select_kernel import GLAArguments
+from ..gla.select_kernel import GLAArguments, supports_triton
 from ..varlen import check_packed
 
 
@@ -47,28 +47,45 @@ def two_scans(
     """
     if not q.shape[1]:
         return v
-    scan = _scan_per_value_channel if per_value_channel else _scan
     flipped = last = None
     if cu_seqlens is not None:
         check_packed(q, cu_seqlens)
         # The last token of a segment has no next token. An empty segment ends where the previous one does.
         last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
         flipped = q.shape[1] - cu_seqlens.flip(0)
+    if not per_value_channel:
+        k, compute = k.to(v.dtype), reverse
+        if is_supported(q) and supports_triton(q, k, v, log_decay, fits_matmul_form=True):
+            from ...kernels.gla.reverse import reverse as compute
+        arguments = compute(q, k, v, log_decay, last)
+        o = _scan(*arguments[:4], scale, cu_seqlens)
+        return o + _scan(*arguments[4:], scale, flipped).flip(1)
     alpha = log_decay.exp()
-    if per_value_channel:
-        query = F.pad(q[:, 1:], (0, 0, 0, 0, 0, 1))
-        if last is not None:
-            query = query.masked_fill(last[None, :, None, None], 0.0)
-        o = F.pad(scan(query, k, v, log_decay, scale, cu_seqlens)[:, :-1], (0, 0, 0, 0, 1, 0)) * alpha
-        o = o + (q.to(alpha.dtype) * k).sum(-1, keepdim=True) * scale * v
-        following = k, (v * alpha).to(v.dtype), log_decay
-    else:
-        o = scan(q, k.to(v.dtype), v, log_decay, scale, cu_seqlens)
-        following = (k * alpha).to(v.dtype), v, log_decay
-    key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
+    query = F.pad(q[:, 1:], (0, 0, 0, 0, 0, 1))
     if last is not None:
-        key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
-    return o + scan(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale, flipped).flip(1)
+        query = query.masked_fill(last[None, :, None, None], 0.0)
+    o = _scan_per_value_channel(query, k, v, log_decay, scale, cu_seqlens)
+    o = F.pad(o[:, :-1], (0, 0, 0, 0, 1, 0)) * alpha
+    o = o + (q.to(alpha.dtype) * k).sum(-1, keepdim=True) * scale * v
+    following = _flip_following(k, (v * alpha).to(v.dtype), log_decay, last)
+    return o + _scan_per_value_channel(q.flip(1), *following, scale, flipped).flip(1)
+
+
+def reverse(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, last: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the arguments of both scans: q, k, v and log_decay, then the four of the backward scan, of the same shapes.
+
+    last: [length] bool, True for the last token of each segment; None for unpacked sequences.
+    """
+    key = (k * log_decay.exp()).to(k.dtype)
+    return q, k, v, log_decay, q.flip(1), *_flip_following(key, v, log_decay, last)
+
+
+def _flip_following(k: Tensor, v: Tensor, log_decay: Tensor, last: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the flipped key, value and log decay of the token after each token, 0 after the last one of a segment."""
+    following = [F.pad(x[:, 1:], (0, 0, 0, 0, 0, 1)) for x in (k, v, log_decay)]
+    if last is not None:
+        following = [x.masked_fill(last[None, :, None, None], 0.0) for x in following]
+    return tuple(x.flip(1) for x in following)
 
 
 def _scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None) -> Tensor:

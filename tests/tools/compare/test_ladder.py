@@ -73,9 +73,9 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes
     words = ["--models", "kda", "--seeds", "1", "--devices", "0", "model.vocab_size=512"]
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words]) == 1
     assert given["in_order"]
-    assert given["last"] == {"kda-5m-10x-seed1"}
+    assert given["last"] == {"kda-10m-10x-seed1"}
     sizes = [name.split("-")[1] for name in given["names"]]
-    assert sizes == ["600k"] * 3 + ["1200k"] * 2 + ["2500k"] * 2 + ["5m"]
+    assert sizes == ["600k"] * 3 + ["1400k"] * 2 + ["2500k"] * 2 + ["5500k", "10m"]
     measured: list[str] = []
     monkeypatch.setattr(held_out, "measure_positions", lambda runs, _: measured.extend(run.size for run in runs))
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--sizes", "600k", "--positions"]) == 1

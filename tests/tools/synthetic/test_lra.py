@@ -130,6 +130,15 @@ def test_class_of_a_pair_is_computed_from_both_texts():
     torch.testing.assert_close(logits[:, 0], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_task_without_padding_needs_no_mask():
+    (run,) = plan(load_experiment("lra", [*SMALL_PATHS]), "fp32")
+    tokens = torch.from_numpy(generate(run)[0].tokens[:2]).long()
+    assert not TASKS["pathfinder"].padded and tokens.max() < run.data["vocabulary"] - 1
+    masked, unmasked = (Classifier(run, 2, padded=padded).logits(tokens, None) for padded in (True, False))
+    torch.testing.assert_close(masked, unmasked, rtol=1e-5, atol=1e-6)
+    assert [name for name, task in TASKS.items() if task.padded] == ["listops", "text", "retrieval"]
+
+
 def test_residual_dropout_acts_on_mixers_and_mlps_in_training_only():
     (run,) = plan(load_experiment("lra", [*SMALL_PATHS, "network.residual_dropout=0.5"]), "fp32")
     model_run = ModelRun(run, torch.device("cpu"))
