@@ -12,11 +12,9 @@ import glob as globbing
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
 import socket
-import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -31,6 +29,7 @@ from ..corpus.discovery import SourceFile
 from ..corpus.readers import Block, read_blocks
 from ..indexed import bin_path, idx_path, token_dtype
 from ..manifest import read_manifest, same_tokenizer
+from ..process_pool import process_pool
 from ..tokenizer import Tokenizer, load_tokenizer
 from .encode import Encoded, PreprocessingSettings, encode_block
 from .filters import DuplicateIndex
@@ -282,9 +281,7 @@ class _Speed:
 
 
 def _pool(settings: PreprocessingSettings, workers: int) -> ProcessPoolExecutor:
-    # Spawn, because forking a process with threads may hang.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(settings,))
+    return process_pool(workers, _start_worker, settings)
 
 
 def _encoded_blocks(
@@ -319,18 +316,9 @@ _worker: tuple[PreprocessingSettings, Tokenizer]
 
 def _start_worker(settings: PreprocessingSettings) -> None:
     global _worker
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     # The processes are the parallelism; threads inside them would compete for the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = (settings, load_tokenizer(settings.tokenizer_type, settings.tokenizer_path))
-
-
-def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
-    """End this worker when its parent ends; otherwise it would wait for work forever."""
-    parent.join()
-    os._exit(1)
 
 
 def _encode_block(block: Block) -> list[Encoded]:

@@ -7,12 +7,13 @@ sequence.
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
+import os
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..process_pool import process_pool
 from .examples import Examples
 
 CLASSES = 2
@@ -21,6 +22,8 @@ PIXEL_VALUES = 256
 _UNIT = 1024
 _HEADINGS = 64
 _PROPOSALS = 8
+# Blocks from which on processes draw them: starting them takes seconds.
+_BLOCKS_FOR_PROCESSES = 20
 # Images that are drawn together, and how often a path without room is drawn again.
 _BATCH = 512
 _ATTEMPTS, _DISTRACTOR_ATTEMPTS = 24, 2
@@ -91,17 +94,24 @@ def pathfinder(examples: int, *, seed: int | list[int] = 0, **geometry: float) -
     shape = Pathfinder(**geometry)  # type: ignore[arg-type]
     entropy = seed if isinstance(seed, list) else [seed]
     labels = np.random.default_rng(entropy).permutation(np.arange(examples) % CLASSES).astype(np.int32)
-    tokens = np.zeros((examples, shape.size**2), np.uint8)
+    # Every block has its own generator, so that the number of processes does not matter. NumPy ignores zeros at the end of a seed,
+    # so block 0 would repeat the numbers of the labels.
+    blocks = [
+        ([*entropy, number + 1], shape, labels[start : start + _BATCH])
+        for number, start in enumerate(range(0, examples, _BATCH))
+    ]
+    if len(blocks) < _BLOCKS_FOR_PROCESSES:
+        parts = [_block(block) for block in blocks]
+    else:
+        with process_pool(min(os.cpu_count() or 1, -(-len(blocks) // 4))) as pool:
+            parts = list(pool.map(_block, blocks))
+    return Examples(np.concatenate(parts), labels[:, None])
 
-    def fill(block: int) -> None:
-        rows = slice(block * _BATCH, min((block + 1) * _BATCH, examples))
-        tokens[rows] = _images(np.random.default_rng([*entropy, block + 1]), shape, labels[rows])
 
-    # Every block has its own generator, so that the number of threads does not matter. NumPy ignores zeros at the end of a seed,
-    # so block 0 would repeat the numbers of the labels. NumPy releases the global lock.
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, range(-(-examples // _BATCH))))
-    return Examples(tokens, labels[:, None])
+def _block(block: tuple[list[int], Pathfinder, NDArray[np.int32]]) -> NDArray[np.uint8]:
+    """Return the images of a block's seed, geometry and labels."""
+    seed, shape, labels = block
+    return _images(np.random.default_rng(seed), shape, labels)
 
 
 def _images(generator: np.random.Generator, shape: Pathfinder, labels: NDArray[np.int32]) -> NDArray[np.uint8]:

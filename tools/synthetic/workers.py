@@ -301,7 +301,8 @@ def _worker_processes(
         for device in devices:
             parent_end, worker_end = context.Pipe()
             arguments = (worker_end, device, graph, len(devices), checkpoint_folder, end)
-            process = context.Process(target=_work, args=arguments, daemon=True)
+            # Not a daemon, which could not start processes that generate examples.
+            process = context.Process(target=_work, args=arguments)
             with _without_interrupts():
                 process.start()
             worker_end.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -63,14 +61,14 @@ def test_distance_of_the_markers_does_not_tell_the_label():
     assert np.ptp(distances[0]) > 10
 
 
-def test_seed_decides_the_images(monkeypatch):
-    monkeypatch.setattr(module, "_BATCH", 3)
-    one, other = (pathfinder(8, seed=seed) for seed in ([0, 1], [0, 2]))
-    monkeypatch.setattr(module, "ThreadPoolExecutor", lambda: ThreadPoolExecutor(1))
-    same = pathfinder(8, seed=[0, 1])
+def test_seed_decides_the_images_also_with_processes(monkeypatch):
+    count, small = 2 * module._BATCH + 3, {"size": 16, "dashes": 3, "distractors": 1, "distractor_dashes": 2}
+    one, other = (pathfinder(count, seed=seed, **small) for seed in ([0, 1], [0, 2]))
+    monkeypatch.setattr(module, "_BLOCKS_FOR_PROCESSES", 3)
+    same = pathfinder(count, seed=[0, 1], **small)
     assert (one.tokens == same.tokens).all()
     assert (one.labels == same.labels).all()
-    assert (one.tokens != other.tokens).any(1).all()
+    assert (one.tokens != other.tokens).any(1).mean() > 0.99
 
 
 @pytest.mark.parametrize(
