@@ -10,9 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 
-def process_pool(
-    workers: int, initializer: Callable[..., None] | None = None, *arguments: Any
-) -> ProcessPoolExecutor:
+def process_pool(workers: int, initializer: Callable[..., None] | None = None, *arguments: Any) -> ProcessPoolExecutor:
     """Return a pool of `workers` processes, each of which calls initializer(*arguments) first and ends with this process."""
     # Spawn, because forking a process with threads may hang.
     context = multiprocessing.get_context("spawn")

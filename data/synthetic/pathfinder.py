@@ -94,8 +94,8 @@ def pathfinder(examples: int, *, seed: int | list[int] = 0, **geometry: float) -
     shape = Pathfinder(**geometry)  # type: ignore[arg-type]
     entropy = seed if isinstance(seed, list) else [seed]
     labels = np.random.default_rng(entropy).permutation(np.arange(examples) % CLASSES).astype(np.int32)
-    # Every block has its own generator, so that the number of processes does not matter. NumPy ignores zeros at the end of a seed,
-    # so block 0 would repeat the numbers of the labels.
+    # Every block has its own generator, so that the number of processes does not matter. NumPy ignores zeros at the end of a
+    # seed, so block 0 would repeat the numbers of the labels.
     blocks = [
         ([*entropy, number + 1], shape, labels[start : start + _BATCH])
         for number, start in enumerate(range(0, examples, _BATCH))

@@ -23,17 +23,17 @@ class Task:
 
     Attributes:
         classes: number of classes.
-        vocabulary: number of token ids; the largest one is padding.
+        vocabulary: number of token ids; the largest one is padding, which images do not have.
         make: returns training, validation and test examples from counts, length, seed and the other keys of `data`.
         pairs: each row holds two texts side by side, which are encoded apart.
-        padded: examples may end in padding.
+        images: the tokens are grey pixels.
     """
 
     classes: int
     vocabulary: int
     make: Callable[..., Sets]
     pairs: bool = False
-    padded: bool = True
+    images: bool = False
 
 
 def make_examples(name: str, length: int, seed: int, data: Mapping[str, Any]) -> Sets:
@@ -111,7 +111,7 @@ TASKS: dict[str, Task] = {
     "listops": Task(listops.CLASSES, len(listops.TOKENS), _listops),
     "text": Task(2, _BYTES, _text),
     "retrieval": Task(2, _BYTES, _retrieval, pairs=True),
-    "image": Task(10, _BYTES, _image, padded=False),
-    "pathfinder": Task(pathfinder.CLASSES, _BYTES, _paths, padded=False),
-    "path_x": Task(pathfinder.CLASSES, _BYTES, _paths, padded=False),
+    "image": Task(10, _BYTES, _image, images=True),
+    "pathfinder": Task(pathfinder.CLASSES, _BYTES, _paths, images=True),
+    "path_x": Task(pathfinder.CLASSES, _BYTES, _paths, images=True),
 }

@@ -86,7 +86,7 @@ class ModelRun:
         self.run = run
         if run.classifies:
             task = TASKS[run.task]
-            network: Network | Classifier = Classifier(run, task.classes, pairs=task.pairs, padded=task.padded)
+            network: Network | Classifier = Classifier(run, task.classes, pairs=task.pairs, images=task.images)
         else:
             network = Network(run)
         self.network = network.to(device)

@@ -195,19 +195,22 @@ class Classifier(WithDropout):
     """Classify a whole sequence: a norm, the mean over the tokens of the last block's output, and a projection.
 
     With `pairs` each row holds two texts side by side; the classifier reads both means, their difference and elementwise product.
-    `positions` is ignored. With `padded` the largest token id is padding; without, every token is real. With `positions: sinusoidal` fixed sines and cosines are added
-    to the embeddings.
+    `positions` is ignored. The largest token id is padding. With `images` no token is padding, and the ids are grey pixels,
+    which are projected as numbers. With `positions: sinusoidal` fixed sines and cosines are added to the embeddings.
     """
 
-    def __init__(self, run: Run, classes: int, *, pairs: bool = False, padded: bool = True) -> None:
+    def __init__(self, run: Run, classes: int, *, pairs: bool = False, images: bool = False) -> None:
         config = model_config(run)
         super().__init__(run)
         specs = layer_specs(config)[:-1]
+        if images:
+            specs[0] = LayerSpec("pixels", partial(PixelProjection, config.hidden_size))
         self.embedding, *blocks = (build_layer(spec, index, run.seed) for index, spec in enumerate(specs))
-        self.embedding.lookup = _look_up
+        if not images:
+            self.embedding.lookup = _look_up
         self.blocks = nn.ModuleList(blocks)
         self.norm = Norm(config)
-        self.pairs, self.padded = pairs, padded
+        self.pairs, self.images = pairs, images
         inputs = (4 if pairs else 1) * config.hidden_size
         self.output = build_layer(
             LayerSpec("classifier", partial(linear, config, inputs, classes)), len(specs), run.seed
@@ -228,7 +231,7 @@ class Classifier(WithDropout):
         self._dropout_active = dropout
         if self.pairs:
             tokens = tokens.view(2 * tokens.shape[0], -1)
-        real, x = tokens != self.pad if self.padded else None, self.embedding(tokens)
+        real, x = None if self.images else tokens != self.pad, self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions[: tokens.shape[1]]
         x = self._dropout(x, self.embedding_dropout)
@@ -243,6 +246,22 @@ class Classifier(WithDropout):
             first, second = mean.view(-1, 2, mean.shape[-1]).unbind(1)
             mean = torch.cat([first, second, first - second, first * second], -1)
         return F.linear(mean, self.output.weight.float()).unsqueeze(1)
+
+
+class PixelProjection(nn.Module):
+    """Compute w (p - 127.5) / 64 + b for grey pixels p, 0 to 255, as in code for Long Range Arena (S4, S5).
+
+    The initial weights are those of PyTorch's linear layer of one input.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(size).uniform_(-1, 1)) for _ in range(2))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return [batch, length, size] for pixels [batch, length]. Computed in float32: bf16 has 8 bits."""
+        x = (pixels.float() - 127.5) / 64
+        return torch.addcmul(self.bias.float(), x.unsqueeze(-1), self.weight.float()).to(self.weight.dtype)
 
 
 class _WithoutMLP(nn.Module):
@@ -290,7 +309,8 @@ def _init_as_mad_lab(network: Network, seed: int, *, small_mixers: bool) -> None
 def _init_as_pytorch(network: Classifier, seed: int) -> None:
     """Initialize as nn.Embedding and nn.Linear do: N(0, 1), and uniform up to 1 / sqrt(inputs)."""
     generator = torch.Generator().manual_seed(seed)
-    nn.init.normal_(network.embedding.weight, generator=generator)
+    if not network.images:
+        nn.init.normal_(network.embedding.weight, generator=generator)
     for module in network.modules():
         if isinstance(module, nn.Linear):
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)

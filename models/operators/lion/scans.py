@@ -57,9 +57,10 @@ def two_scans(
         k, compute = k.to(v.dtype), reverse
         if is_supported(q) and supports_triton(q, k, v, log_decay, fits_matmul_form=True):
             from ...kernels.gla.reverse import reverse as compute
-        arguments = compute(q, k, v, log_decay, last)
-        o = _scan(*arguments[:4], scale, cu_seqlens)
-        return o + _scan(*arguments[4:], scale, flipped).flip(1)
+        q, k, v, log_decay, *reversed_ones = compute(q, k, v, log_decay, last)
+        o = _scan(q, k, v, log_decay, scale, cu_seqlens)
+        q, k, v, log_decay = reversed_ones
+        return o + _scan(q, k, v, log_decay, scale, flipped).flip(1)
     alpha = log_decay.exp()
     query = F.pad(q[:, 1:], (0, 0, 0, 0, 0, 1))
     if last is not None:
@@ -67,8 +68,8 @@ def two_scans(
     o = _scan_per_value_channel(query, k, v, log_decay, scale, cu_seqlens)
     o = F.pad(o[:, :-1], (0, 0, 0, 0, 1, 0)) * alpha
     o = o + (q.to(alpha.dtype) * k).sum(-1, keepdim=True) * scale * v
-    following = _flip_following(k, (v * alpha).to(v.dtype), log_decay, last)
-    return o + _scan_per_value_channel(q.flip(1), *following, scale, flipped).flip(1)
+    k, v, log_decay = _flip_following(k, (v * alpha).to(v.dtype), log_decay, last)
+    return o + _scan_per_value_channel(q.flip(1), k, v, log_decay, scale, flipped).flip(1)
 
 
 def reverse(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, last: Tensor | None) -> tuple[Tensor, ...]:

@@ -64,7 +64,9 @@ def test_arguments_of_the_backward_scan(
     q, k, v, g = (random(*shape, seed=i, device=device) for i, shape in enumerate(shapes))
     last = None
     if bounds is not None:
-        last = torch.zeros(71, dtype=torch.bool, device=device).index_fill(0, torch.tensor(bounds, device=device), True)[1:]
+        last = torch.zeros(71, dtype=torch.bool, device=device).index_fill(
+            0, torch.tensor(bounds, device=device), True
+        )[1:]
     compare(lambda *x: reverse(*x, last), lambda *x: kernel(*x, last), [q, k, v, -g.abs()])
 
 

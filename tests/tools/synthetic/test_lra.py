@@ -76,7 +76,9 @@ def test_recipes_are_those_of_one_model():
     for run in runs:
         config = model_config(run)
         options = config.options_of(config.mixers[0])
-        assert (getattr(options, "decay_init", "none") in ("hippo", "s4d_lin")) == run.model.endswith(("hippo", "unscaled"))
+        assert (getattr(options, "decay_init", "none") in ("hippo", "s4d_lin")) == run.model.endswith(
+            ("hippo", "unscaled")
+        )
         if run.model.startswith("lion"):
             assert (run.width, run.lr) == (settings[run.task][0], 5e-4)
             assert run.network["mixer_options"]["lion"]["causal"] is False
@@ -130,13 +132,20 @@ def test_class_of_a_pair_is_computed_from_both_texts():
     torch.testing.assert_close(logits[:, 0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_task_without_padding_needs_no_mask():
+def test_pixels_are_projected_as_numbers_and_every_one_is_real():
     (run,) = plan(load_experiment("lra", [*SMALL_PATHS]), "fp32")
+    assert [name for name, task in TASKS.items() if task.images] == ["image", "pathfinder", "path_x"]
+    network = ModelRun(run, torch.device("cpu")).network
+    pixels = torch.tensor([[0, 100, 200, 255]])
+    rows = network.embedding(pixels)[0]
+    weight, bias = network.embedding.weight, network.embedding.bias
+    torch.testing.assert_close(rows, (pixels[0, :, None] - 127.5) / 64 * weight + bias)
+    masks = []
+    network.blocks[0].register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["mask"]), with_kwargs=True)
     tokens = torch.from_numpy(generate(run)[0].tokens[:2]).long()
-    assert not TASKS["pathfinder"].padded and tokens.max() < run.data["vocabulary"] - 1
-    masked, unmasked = (Classifier(run, 2, padded=padded).logits(tokens, None) for padded in (True, False))
-    torch.testing.assert_close(masked, unmasked, rtol=1e-5, atol=1e-6)
-    assert [name for name, task in TASKS.items() if task.padded] == ["listops", "text", "retrieval"]
+    network.logits(tokens, None)
+    assert masks == [None]
+    assert tokens.max() < 256
 
 
 def test_residual_dropout_acts_on_mixers_and_mlps_in_training_only():
