@@ -38,8 +38,10 @@ def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) 
     made_from = {prefix: (read_manifest(prefix) or {}).get("checksums") for prefix in (*data.train, *held_out)}
     description = hashlib.sha256(json.dumps([made_from, ladder.max_overlap]).encode()).hexdigest()
     path = comparison.folder / FILE
-    if path.is_file() and read_json(path, _REMEDY, "made_from")["made_from"] == description:
-        return
+    if path.is_file():
+        known = read_json(path, _REMEDY, "made_from")
+        if known["made_from"] == description and "training_tokens" in known:
+            return
     for prefix in held_out:
         if shared := shared_documents(prefix, data.train, share=ladder.max_overlap):
             raise ValueError(
@@ -49,7 +51,7 @@ def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) 
             )
     # A masked model does not predict every byte.
     compressors = compressed_bits_per_byte(_validation_text(data)) if runs[0].causal else {}
-    content = {"made_from": description, "compressors": compressors}
+    content = {"made_from": description, "training_tokens": data.train_tokens, "compressors": compressors}
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -64,6 +66,12 @@ def compressors_of(comparison: Comparison) -> dict[str, float]:
     """Return the bits per byte of gzip and xz on the validation text; empty before the check."""
     path = comparison.folder / FILE
     return read_json(path, _REMEDY, "compressors")["compressors"] if path.is_file() else {}
+
+
+def training_tokens_of(comparison: Comparison) -> int | None:
+    """Return the tokens of the training text; None if `check_held_out` did not write them."""
+    path = comparison.folder / FILE
+    return read_json(path, _REMEDY, "made_from").get("training_tokens") if path.is_file() else None
 
 
 def measure_positions(runs: Sequence[Run], device: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.compare.held_out import compressors_of, positions_of
+from tools.compare.held_out import compressors_of, positions_of, training_tokens_of
 from tools.compare.ladder_choices import choices, scores
 from tools.compare.ladder_predictions import (
     Predictions,
@@ -51,7 +51,7 @@ def write_ladder(
     predictions = merge_predictions(computed, stored_predictions(comparison))
     sections = [
         *_largest(comparison, ladder, runs, results, rows, predictions),
-        _predictions(ladder, largest, rows, predictions, without),
+        _predictions(ladder, largest, rows, predictions, without + _repeated(comparison, largest)),
         _constants(fits, problems, results),
         rates_table(comparison),
     ]
@@ -115,6 +115,18 @@ def _predictions(
             f" Within {_NEAR:g} nats: {near} of {len(errors)}; mean absolute difference {statistics.mean(errors):.4f}."
         )
     return Section(f"Prediction of {ladder.largest}", header, cells, note)
+
+
+def _repeated(comparison: Comparison, largest: Sequence[Run]) -> str:
+    """Return a sentence about runs that read the training text more than once, else an empty string."""
+    available = training_tokens_of(comparison)
+    tokens = max(run.config.batch.tokens_of(run.config.schedule.train_steps) for run in largest)
+    if available is None or tokens <= available:
+        return ""
+    return (
+        f" The largest run reads the training text {tokens / available:.1f} times, and the fit takes every token as new, so "
+        "losses may be predicted too low."
+    )
 
 
 def _constants(fits: Mapping[str, ScalingFit], problems: str, results: Sequence[Result]) -> Section:

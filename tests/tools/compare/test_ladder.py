@@ -19,7 +19,7 @@ from tests.data.inline_pool import Inline
 from tests.tools.compare.test_plan import EXPERIMENTS, comparison
 from tools.compare import held_out, ladder_predictions
 from tools.compare.__main__ import main, write_results
-from tools.compare.held_out import check_held_out, compressors_of
+from tools.compare.held_out import check_held_out, compressors_of, training_tokens_of
 from tools.compare.ladder_predictions import store_predictions, stored_predictions
 from tools.compare.ladder_report import markdown, write_ladder
 from tools.compare.results import Result, rows_of
@@ -197,6 +197,7 @@ def test_held_out_text_that_training_holds_is_refused(text, monkeypatch) -> None
     runs = text(["a b c " * 100], ["something else " * 50])
     check_held_out(planned, ladder, runs)
     assert 0 < compressors_of(planned)["xz -9"] < 2
+    assert training_tokens_of(planned) == 600
     monkeypatch.setattr(held_out, "shared_documents", lambda *_, **__: pytest.fail("the text has not changed"))
     check_held_out(planned, ladder, runs)
     runs[0].config.schedule.train_steps = 60
@@ -253,7 +254,8 @@ def ladder_results(folder: Path, trained: bool = True) -> tuple[Any, list[Any], 
 
 def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     planned, runs, results = ladder_results(tmp_path)
-    (tmp_path / held_out.FILE).write_text(json.dumps({"compressors": {"xz -9": 2.0}}))
+    content = {"made_from": "", "training_tokens": 160_000_000, "compressors": {"xz -9": 2.0}}
+    (tmp_path / held_out.FILE).write_text(json.dumps(content))
     bins = [{"from": 1, "to": 8, "loss": 5.0}, {"from": 9, "to": 16, "loss": 4.0}]
     (runs[8].folder / held_out.POSITIONS).write_text(json.dumps({"bins": bins}))
     sections, files = write_ladder(planned, planned.ladder, runs, results, rows_of(results))
@@ -267,6 +269,7 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     fit = next(line for line in document.splitlines() if line.startswith("| Softmax |    9 |"))
     assert [cell.strip() for cell in fit.split("|")[3:6]] == ["10.8", "185.2", "1.690 [1.690, 1.690]"]
     assert "Within 0.01 nats: 1 of 1; mean absolute difference 0.0000." in document
+    assert "The largest run reads the training text 2.5 times, and the fit takes every token as new" in document
     assert f"{1 - loss / 6:.1%}" in document
     assert "Not measured: `--recall`, and `eval.py` with a run, write scores to the runs' folders." in document
     assert f" {loss + 2:.4f} |" in document
