@@ -54,9 +54,9 @@ def two_scans(
         last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
         flipped = q.shape[1] - cu_seqlens.flip(0)
     if not per_value_channel:
-        k, compute = k.to(v.dtype), reverse
+        k, compute = k.to(v.dtype), scan_arguments
         if is_supported(q) and supports_triton(q, k, v, log_decay, fits_matmul_form=True):
-            from ...kernels.gla.reverse import reverse as compute
+            from ...kernels.gla.scan_arguments import scan_arguments as compute
         q, k, v, log_decay, *reversed_ones = compute(q, k, v, log_decay, last)
         o = _scan(q, k, v, log_decay, scale, cu_seqlens)
         q, k, v, log_decay = reversed_ones
@@ -72,7 +72,7 @@ def two_scans(
     return o + _scan_per_value_channel(q.flip(1), k, v, log_decay, scale, flipped).flip(1)
 
 
-def reverse(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, last: Tensor | None) -> tuple[Tensor, ...]:
+def scan_arguments(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, last: Tensor | None) -> tuple[Tensor, ...]:
     """Return the arguments of both scans: q, k, v and log_decay, then the four of the backward scan, of the same shapes.
 
     last: [length] bool, True for the last token of each segment; None for unpacked sequences.

@@ -14,7 +14,7 @@ from models.layers.mlp import swiglu
 from models.layers.norm import Norm
 from models.mixers import mamba2
 from models.operators.lion.feature_map import feature_map
-from models.operators.lion.scans import reverse
+from models.operators.lion.scans import scan_arguments
 from models.operators.metala import decay_and_key
 from tests.models.kernels.conftest import Replace, apart
 
@@ -54,10 +54,8 @@ def test_swiglu(device: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("bounds", [None, (0, 0, 1, 30, 30, 70), (0, 70)])
 @pytest.mark.parametrize("dims", [(2, 4, 8), (3, 64, 96)])
-def test_arguments_of_the_backward_scan(
-    device: str, bounds: tuple[int, ...] | None, dims: tuple[int, int, int]
-) -> None:
-    from models.kernels.gla.reverse import reverse as kernel
+def test_arguments_of_both_scans(device: str, bounds: tuple[int, ...] | None, dims: tuple[int, int, int]) -> None:
+    from models.kernels.gla.scan_arguments import scan_arguments as kernel
 
     heads, dim_k, dim_v = dims
     shapes = [(1 if bounds else 2, 70, heads, dim) for dim in (dim_k, dim_k, dim_v, dim_k)]
@@ -67,7 +65,7 @@ def test_arguments_of_the_backward_scan(
         last = torch.zeros(71, dtype=torch.bool, device=device).index_fill(
             0, torch.tensor(bounds, device=device), True
         )[1:]
-    compare(lambda *x: reverse(*x, last), lambda *x: kernel(*x, last), [q, k, v, -g.abs()])
+    compare(lambda *x: scan_arguments(*x, last), lambda *x: kernel(*x, last), [q, k, v, -g.abs()])
 
 
 @pytest.mark.parametrize("name", ["silu", "silu_paper"])

@@ -3,7 +3,7 @@
 Token t of the flipped sequence has the query of token T-1-t, and key, value and decay of the token after it:
     q'_t = q_(T-1-t)      k'_t = alpha_(T-t) k_(T-t)      v'_t = v_(T-t)      g'_t = g_(T-t)      alpha = exp(g)
 The last token of a segment has no next token: k', v' and g' are 0. The kernel of the backward pass adds the gradients of both
-scans. Reference: `models.operators.lion.scans.reverse`.
+scans. Reference: `models.operators.lion.scans.scan_arguments`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..launch import Launch, aligned, tl, triton
 _TOKENS, _CHANNELS = 32, 128
 
 
-def reverse(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, last: Tensor | None) -> tuple[Tensor, ...]:
-    """Compute `models.operators.lion.scans.reverse`. log_decay: float32."""
-    return _Reverse.apply(q, k, v, log_decay, last)
+def scan_arguments(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, last: Tensor | None) -> tuple[Tensor, ...]:
+    """Compute `models.operators.lion.scans.scan_arguments` for q, k and v of one dtype, with log decays in float32."""
+    return _ScanArguments.apply(q, k, v, log_decay.float(), last)
 
 
-class _Reverse(torch.autograd.Function):
+class _ScanArguments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, last: Tensor | None) -> tuple[Tensor, ...]:
         q, k, v, g = (aligned(x) for x in (q, k, v, g))
@@ -54,7 +54,9 @@ def _launches(
     batch, length, heads, dim_k = shape
     blocks = triton.cdiv(length, _TOKENS)
     values = length, blocks, heads * dim_k, heads * dim_v, _TOKENS, _CHANNELS, packed
-    forward, backward = (Launch(kernel, (batch * blocks,), *values, num_warps=4) for kernel in (_forward, _backward))
+    forward, backward = (
+        Launch(kernel, (batch * blocks,), *values, num_warps=4) for kernel in (_reverse_forward, _reverse_backward)
+    )
     return forward, backward
 
 
@@ -66,7 +68,7 @@ def _place(T, BLOCKS, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _reverse_forward(
     q, k, v, g, last, reversed_q, reversed_k, reversed_v, reversed_g, T, BLOCKS, KEYS: tl.constexpr, VALUES: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +98,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _reverse_backward(
     k, g, last, dq, dk, dv, dg, reversed_dq, reversed_dk, reversed_dv, reversed_dg, sum_q, sum_k, sum_v, sum_g, T, BLOCKS,
     KEYS: tl.constexpr, VALUES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
