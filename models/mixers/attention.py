@@ -72,6 +72,11 @@ class AttentionOptions:
             raise ValueError(
                 f"{_KEY}.full_layers = {list(self.full_layers)} needs window: set it, or remove full_layers"
             )
+        if self.nope_layers and not self.rotary_pct:
+            raise ValueError(
+                f"{_KEY}.nope_layers = {list(self.nope_layers)} with rotary_pct = 0, which has no rotary positions in any layer: set "
+                "rotary_pct, or remove nope_layers"
+            )
         check_yarn(self)
 
     @property
