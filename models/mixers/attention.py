@@ -74,8 +74,8 @@ class AttentionOptions:
             )
         if self.nope_layers and not self.rotary_pct:
             raise ValueError(
-                f"{_KEY}.nope_layers = {list(self.nope_layers)} with rotary_pct = 0, which has no rotary positions in any layer: set "
-                "rotary_pct, or remove nope_layers"
+                f"{_KEY}.nope_layers = {list(self.nope_layers)} with rotary_pct = 0, which has no rotary positions in any layer: "
+                "set rotary_pct, or remove nope_layers"
             )
         check_yarn(self)
 

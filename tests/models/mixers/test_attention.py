@@ -360,7 +360,10 @@ def test_flops_count_the_window():
         ({"window": 0}, "window = 0: must be at least 1; set null to attend to all earlier tokens"),
         ({"window": 8, "causal": False}, "window = 8 with causal = false: set causal = true, or remove window"),
         ({"full_layers": [0]}, r"full_layers = \[0\] needs window: set it, or remove full_layers"),
-        ({"nope_layers": [0], "rotary_pct": 0}, r"nope_layers = \[0\] with rotary_pct = 0, .*: set rotary_pct, or remove"),
+        (
+            {"nope_layers": [0], "rotary_pct": 0},
+            r"nope_layers = \[0\] with rotary_pct = 0, .*: set rotary_pct, or remove",
+        ),
         (
             {"yarn_factor": 0.5},
             "yarn_factor = 0.5: must be at least 1; set the new length divided by yarn_original_length",
