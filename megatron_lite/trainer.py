@@ -22,7 +22,7 @@ from megatron_lite.fault_tolerance.finite_check import fault_of_loss, state_not_
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
 from megatron_lite.fault_tolerance.heartbeat import Heartbeat, set_collective_timeout
 from megatron_lite.fault_tolerance.replica_check import ReplicaCheck, ReplicasDifferError
-from megatron_lite.fault_tolerance.straggler_detection import StragglerDetector
+from megatron_lite.fault_tolerance.straggler_detection import StragglerDetector, timed_layers
 from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.metrics.per_source_loss import PerSourceLoss
 from megatron_lite.metrics.step_metrics import StepMetrics
@@ -146,10 +146,7 @@ class Trainer(Generic[ModelT]):
         self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean, state.losses_seen)
         tokens = config.batch.tokens_per_step // config.batch.data_ranks // config.parallel.context
         self._replicas = ReplicaCheck(engine.optimizer_state, engine.grid, config.run.replica_check_interval, tokens)
-        parallel = config.parallel
-        # With these options hooks of layers do not run, or blocks are compiled again for them.
-        hooked = not (parallel.compile or parallel.cuda_graph or parallel.tensor_overlap)
-        layers = engine.layers if hooked else []
+        layers = timed_layers(engine.layers, config.parallel)
         self._stragglers = StragglerDetector(layers, engine.grid, config.logging.spread_interval)
 
     def fit(self) -> FitResult:

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch import nn
 
 from megatron_lite.parallel.collectives import gather
 from megatron_lite.parallel.grid import Grid
+
+if TYPE_CHECKING:
+    from megatron_lite.config.schema import ParallelConfig
 
 SLOW = 1.3  # times the median of the stage
 LEAST_SECONDS = 2e-3  # above the median; smaller differences are noise
@@ -43,6 +46,15 @@ class StragglerReport:
     ratio: float
     probe_ratio: float
     slow: list[str]
+
+
+def timed_layers(layers: Sequence[nn.Module], parallel: ParallelConfig) -> Sequence[nn.Module]:
+    """Return the layers whose forward pass can be timed by hooks.
+
+    There are none with torch.compile, which would compile the blocks again, and with CUDA graphs and tensor overlap, which do not
+    call the layers.
+    """
+    return [] if parallel.compile or parallel.cuda_graph or parallel.tensor_overlap else layers
 
 
 class StragglerDetector:

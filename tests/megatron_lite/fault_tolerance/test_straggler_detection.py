@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.fault_tolerance.straggler_detection import StragglerDetector, StragglerReport
+from megatron_lite.config.schema import ParallelConfig
+from megatron_lite.fault_tolerance.straggler_detection import StragglerDetector, StragglerReport, timed_layers
 from megatron_lite.parallel.grid import Grid
 
 STAGES = (0, 0, 1, 1)
@@ -84,3 +85,11 @@ def test_stopped_recomputation_is_not_timed(monkeypatch, layers):
         x.sum().backward()
     assert next(clock) == 3 * layers  # the second pass of each began
     assert detector._forward_seconds() == layers
+
+
+@pytest.mark.parametrize("option", ["compile", "cuda_graph", "tensor_overlap"])
+def test_layers_whose_hooks_do_not_run_are_not_timed(option):
+    layers = [torch.nn.Linear(2, 2)]
+    settings = ParallelConfig.model_validate({option: False})
+    assert timed_layers(layers, settings) == layers
+    assert timed_layers(layers, ParallelConfig.model_validate({option: True})) == []
