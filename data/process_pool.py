@@ -1,4 +1,4 @@
-"""Worker processes for data that Python prepares: parts of this work hold the interpreter's lock, so threads do not help."""
+"""Prepare data in several processes. Python's part of the work holds the interpreter's lock, so threads do not help."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 
+def usable_cores() -> int:
+    """Return the processor cores that this process may use: a container or a scheduler may allow a part of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def process_pool(workers: int, initializer: Callable[..., None] | None = None, *arguments: Any) -> ProcessPoolExecutor:
-    """Return a pool of `workers` processes, each of which calls initializer(*arguments) first and ends with this process."""
+    """Return a pool of `workers` processes. Each calls initializer(*arguments) first, and ends when this process ends."""
     # Spawn, because forking a process with threads may hang.
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(initializer, arguments))

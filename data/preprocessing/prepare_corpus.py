@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from ..corpus.readers import SOURCE_KEY, Document, parse_block, read_blocks
 from ..corpus.split import TextSample, split_position, text_digest
 from ..indexed import token_dtype
 from ..manifest import describe_tokenizer, tokenizer_entry, write_manifest
+from ..process_pool import usable_cores
 from ..tokenizer import Tokenizer, load_tokenizer
 from ..train_sentencepiece import train_sentencepiece
 from .encode import encode_documents
@@ -165,7 +165,7 @@ def _build(settings: _CorpusSettings, folder: Path) -> None:
                 file=sys.stderr,
             )
         path = folder / "tokenizer.model"
-        train_sentencepiece(survey.sample.texts(), path, vocab_size=settings.vocab_size, threads=_threads())
+        train_sentencepiece(survey.sample.texts(), path, vocab_size=settings.vocab_size, threads=usable_cores())
         tokenizer = load_tokenizer("sentencepiece", path)
     else:
         tokenizer = load_tokenizer(settings.tokenizer_type, settings.tokenizer_path)
@@ -243,7 +243,7 @@ def _tokenise(settings: _CorpusSettings, folder: Path, tokenizer: Tokenizer, sur
         for batch in _batches(settings, survey.sides):
             documents, sides = [document for document, _ in batch], [SIDES.index(side) for _, side in batch]
             encoded = encode_documents(
-                documents, sides, tokenizer, append_eod=True, keep_empty=True, threads=_threads()
+                documents, sides, tokenizer, append_eod=True, keep_empty=True, threads=usable_cores()
             )
             for side, output in outputs.items():
                 output.add(encoded, np.array(sides) == SIDES.index(side))
@@ -283,7 +283,3 @@ def _documents(settings: _CorpusSettings, what: str, skipped: Counter[str]) -> I
             skipped.update(parsed.skipped)
             yield from parsed.documents
             bar.update(block.file_bytes)
-
-
-def _threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

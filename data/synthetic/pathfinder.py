@@ -7,13 +7,12 @@ sequence.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..process_pool import process_pool
+from ..process_pool import process_pool, usable_cores
 from .examples import Examples
 
 CLASSES = 2
@@ -22,7 +21,7 @@ PIXEL_VALUES = 256
 _UNIT = 1024
 _HEADINGS = 64
 _PROPOSALS = 8
-# Blocks from which on processes draw them: starting them takes seconds.
+# Fewer blocks are drawn in this process: starting others takes seconds.
 _BLOCKS_FOR_PROCESSES = 20
 # Images that are drawn together, and how often a path without room is drawn again.
 _BATCH = 512
@@ -103,7 +102,7 @@ def pathfinder(examples: int, *, seed: int | list[int] = 0, **geometry: float) -
     if len(blocks) < _BLOCKS_FOR_PROCESSES:
         parts = [_block(block) for block in blocks]
     else:
-        with process_pool(min(os.cpu_count() or 1, -(-len(blocks) // 4))) as pool:
+        with process_pool(min(usable_cores(), -(-len(blocks) // 4))) as pool:
             parts = list(pool.map(_block, blocks))
     return Examples(np.concatenate(parts), labels[:, None])
 
