@@ -33,8 +33,7 @@ class _ScanArguments(torch.autograd.Function):
         ctx.launches = _launches(q.device, q.dtype, q.shape, v.shape[-1], last is not None)
         ctx.launches[0](q, k, v, g, last, *backward)
         ctx.save_for_backward(k, g, last)
-        # Autograd needs other tensors than the arguments.
-        return *(x.view_as(x) for x in (q, k, v, g)), *backward
+        return q, k, v, g, *backward
 
     @staticmethod
     @once_differentiable
