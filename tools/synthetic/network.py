@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models.backend import is_supported
 from models.config import ModelConfig
 from models.language_model import LanguageModel, LayerSpec, build_layer, layer_specs
-from models.layers.embedding import look_up
+from models.layers.embedding import Embedding, look_up
 from models.layers.norm import Norm
 from models.layers.projections import linear
 from models.mixers.attention import Attention
@@ -204,7 +204,7 @@ class Classifier(WithDropout):
         super().__init__(run)
         specs = layer_specs(config)[:-1]
         if images:
-            specs[0] = LayerSpec("pixels", partial(PixelProjection, config.hidden_size))
+            specs[0] = LayerSpec("pixels", partial(PixelEmbedding, config))
         self.embedding, *blocks = (build_layer(spec, index, run.seed) for index, spec in enumerate(specs))
         if not images:
             self.embedding.lookup = _look_up
@@ -248,20 +248,23 @@ class Classifier(WithDropout):
         return F.linear(mean, self.output.weight.float()).unsqueeze(1)
 
 
-class PixelProjection(nn.Module):
-    """Compute w (p - 127.5) / 64 + b for grey pixels p, 0 to 255, as in code for Long Range Arena (S4, S5).
+class PixelEmbedding(Embedding):
+    """Project grey pixels p, 0 to 255, to w (p - 127.5) / 64 + b, as code for Long Range Arena (S4, S5); `weight` holds w and b.
 
     The initial weights are those of PyTorch's linear layer of one input.
     """
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(size).uniform_(-1, 1)) for _ in range(2))
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(replace(config, vocab_size=2))
+        nn.init.uniform_(self.weight, -1, 1)
+        self.lookup = _project
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return [batch, length, size] for pixels [batch, length]. Computed in float32: bf16 has 8 bits."""
-        x = (pixels.float() - 127.5) / 64
-        return torch.addcmul(self.bias.float(), x.unsqueeze(-1), self.weight.float()).to(self.weight.dtype)
+
+def _project(pixels: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
+    """Return [batch, length, size] for pixels [batch, length]. Computed in float32: bf16 has 8 bits."""
+    w, b = weight.float()
+    x = torch.addcmul(b, ((pixels.float() - 127.5) / 64).unsqueeze(-1), w).to(weight.dtype)
+    return x if vectors is None else x + vectors
 
 
 class _WithoutMLP(nn.Module):

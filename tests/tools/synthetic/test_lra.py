@@ -132,14 +132,19 @@ def test_class_of_a_pair_is_computed_from_both_texts():
     torch.testing.assert_close(logits[:, 0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_pixels_are_projected_as_numbers_and_every_one_is_real():
+def test_pixels_are_projected_as_numbers_with_positions_and_every_one_is_real():
     (run,) = plan(load_experiment("lra", [*SMALL_PATHS]), "fp32")
     assert [name for name, task in TASKS.items() if task.images] == ["image", "pathfinder", "path_x"]
     network = ModelRun(run, torch.device("cpu")).network
     pixels = torch.tensor([[0, 100, 200, 255]])
     rows = network.embedding(pixels)[0]
-    weight, bias = network.embedding.weight, network.embedding.bias
+    weight, bias = network.embedding.weight
     torch.testing.assert_close(rows, (pixels[0, :, None] - 127.5) / 64 * weight + bias)
+    (run_of_lit,) = plan(load_experiment("lra", [*SMALL_PATHS[:1], "models=[lion_lit]", *SMALL_PATHS[2:]]), "fp32")
+    lit = ModelRun(run_of_lit, torch.device("cpu")).network.embedding
+    weight, bias = lit.weight
+    added = lit(pixels)[0] - ((pixels[0, :, None] - 127.5) / 64 * weight + bias)
+    torch.testing.assert_close(added, lit.positions.weight[:4], rtol=1e-4, atol=1e-5)
     masks = []
     network.blocks[0].register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["mask"]), with_kwargs=True)
     tokens = torch.from_numpy(generate(run)[0].tokens[:2]).long()
