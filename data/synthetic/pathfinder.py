@@ -26,8 +26,6 @@ _BLOCKS_FOR_PROCESSES = 20
 # Images that are drawn together, and how often a path without room is drawn again.
 _BATCH = 512
 _ATTEMPTS, _DISTRACTOR_ATTEMPTS = 24, 2
-# How much the distances of the two pairs of ends of an image differ at most, in sizes of the image.
-_NEAR = 1 / 40
 
 Numbers = NDArray[np.int64]
 
@@ -39,6 +37,7 @@ class Pathfinder:
     Attributes:
         size: height and width of the image.
         dashes: dashes of each of the two long paths.
+        start_distance: distance of the two long paths' first ends.
         distractors: short paths, at most; a short path without room is left out.
         distractor_dashes: dashes of a short path.
         dash, gap: length of a dash and of the gap after it.
@@ -50,6 +49,7 @@ class Pathfinder:
 
     size: int = 32
     dashes: int = 8
+    start_distance: float = 7.0
     distractors: int = 4
     distractor_dashes: int = 3
     dash: float = 2.0
@@ -68,20 +68,26 @@ class Pathfinder:
         reach = self.dashes * (self.dash + self.gap)
         edge = self.radius + 1
         # A path that turns by `turn` at every dash is a circle around its centre: it needs about reach / pi pixels.
-        if self.dashes < 2 or reach / math.pi > self.size - 2 * edge or self.margin <= self.gap + self.thickness:
+        if (
+            self.dashes < 2
+            or reach / math.pi > self.size - 2 * edge
+            or self.margin <= self.gap + self.thickness
+            or not self.margin < self.start_distance < self.size
+        ):
             raise ValueError(
                 f"size {self.size} cannot hold two paths of {self.dashes} dashes ({reach:g} pixels long) with margin "
                 f"{self.margin:g}: at least 2 dashes, at most {int((self.size - 2 * edge) * math.pi / (self.dash + self.gap))}, "
-                f"and a margin above gap + thickness = {self.gap + self.thickness:g} are allowed"
+                f"a margin above gap + thickness = {self.gap + self.thickness:g}, and a start_distance between margin and size "
+                f"(now {self.start_distance:g}) are allowed"
             )
 
 
 def pathfinder(examples: int, *, seed: int | list[int] = 0, **geometry: float) -> Examples:
     """Return images as rows of grey pixels, and whether both markers lie on one path.
 
-    Each image has two long dashed paths and several short ones. The markers lie at both ends of a path (label 1) or at an end
-    of each path (label 0). Every image has both pairs of ends at equal distances, up to `_NEAR`, and the label is drawn
-    afterwards, half of the images each: neither the distance nor the paths tell the label.
+    Each image has two long dashed paths and several short ones. One marker lies at the first end of a path, the other at the
+    last end of this path (label 1) or of the other one (label 0). As in the source, the first ends of both paths have a fixed
+    distance, and the distance of the markers tells a little about the label. Half of the images have each label.
 
     Args:
         geometry: attributes of `Pathfinder`.
@@ -157,36 +163,29 @@ def _draw(
     paths = _Paths(points, valid, np.zeros((number, width * width), np.bool_), counts)
     for path in (0, 1):
         _place(generator, shape, paths, path, _ATTEMPTS)
-    ends, near = _ends(paths, shape)
-    suitable = np.flatnonzero(near & valid[:, 0] & valid[:, 1])[:most]
+    suitable = np.flatnonzero(valid[:, 0] & valid[:, 1])[:most]
     paths = _Paths(points[suitable], valid[suitable], paths.blocked[suitable], counts)
     for path in range(2, len(counts)):
         _place(generator, shape, paths, path, _DISTRACTOR_ATTEMPTS)
-    return paths, ends[suitable]
+    return paths, _ends(generator, paths, shape)
 
 
-def _ends(paths: _Paths, shape: Pathfinder) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return the ends to mark, [images, labels, 2 (markers), 2] in pixels, and whether both labels have equal distances.
-
-    Of the two pairs on one path and the four on both paths those are marked whose distances are nearest.
-    """
+def _ends(generator: np.random.Generator, paths: _Paths, shape: Pathfinder) -> NDArray[np.float64]:
+    """Return the ends to mark for each label, [images, labels, 2 (markers), 2] in pixels."""
     before, last = (paths.points[:, :2, shape.dashes + i] / _UNIT for i in (-1, 0))
     # The end of the last dash, not of the gap after it.
-    ends = np.stack([paths.points[:, :2, 0] / _UNIT, before + (last - before) * shape.drawn], 2).reshape(-1, 4, 2)
-    connected, apart = ends[:, [[0, 1], [2, 3]]], ends[:, [[0, 2], [0, 3], [1, 2], [1, 3]]]
-    lengths = [np.sqrt(((pair[:, :, 0] - pair[:, :, 1]) ** 2).sum(-1)) for pair in (connected, apart)]
-    difference = np.abs(lengths[0][:, :, None] - lengths[1][:, None]).reshape(len(ends), -1)
-    nearest = difference.argmin(1)
-    images = np.arange(len(ends))
-    marked = np.stack([apart[images, nearest % 4], connected[images, nearest // 4]], 1)
-    return marked, difference.min(1) < _NEAR * shape.size
+    first, last = paths.points[:, :2, 0] / _UNIT, before + (last - before) * shape.drawn
+    images, path = np.arange(len(first)), generator.integers(0, 2, len(first))
+    start = first[images, path]
+    return np.stack([np.stack([start, last[images, end]], 1) for end in (1 - path, path)], 1)
 
 
 def _place(generator: np.random.Generator, shape: Pathfinder, paths: _Paths, path: int, attempts: int) -> None:
     """Draw one path of every image, which keeps its margin from all earlier ones."""
     count, pending = paths.counts[path], np.arange(len(paths.points))
     for _ in range(attempts):
-        drawn, complete = _draw_path(generator, shape, count, paths.blocked, pending)
+        near = paths.points[pending, 0, 0] if path == 1 else None
+        drawn, complete = _draw_path(generator, shape, count, paths.blocked, pending, near)
         paths.points[pending, path, : count + 1] = drawn
         pending = pending[~complete]
     paths.valid[pending, path] = False
@@ -200,20 +199,33 @@ def _place(generator: np.random.Generator, shape: Pathfinder, paths: _Paths, pat
 
 
 def _draw_path(
-    generator: np.random.Generator, shape: Pathfinder, count: int, blocked: NDArray[np.bool_], pending: Numbers
+    generator: np.random.Generator,
+    shape: Pathfinder,
+    count: int,
+    blocked: NDArray[np.bool_],
+    pending: Numbers,
+    near: Numbers | None,
 ) -> tuple[Numbers, NDArray[np.bool_]]:
-    """Return the points [pending, count + 1, 2] of one path for each image in `pending`, and whether it is complete."""
+    """Return the points [pending, count + 1, 2] of one path for each image in `pending`, and whether it is complete.
+
+    near: points [pending, 2] that the paths start `start_distance` away from; None: they start anywhere.
+    """
     number = len(pending)
     edge = math.ceil((shape.radius + 1) * _UNIT)
     low, high = edge, shape.size * _UNIT - edge
     length = shape.dash + shape.gap
     angles = 2 * np.pi * np.arange(_HEADINGS) / _HEADINGS
-    steps = np.rint(np.stack([np.sin(angles), np.cos(angles)], 1) * length * _UNIT).astype(np.int64)
+    directions = np.stack([np.sin(angles), np.cos(angles)], 1) * _UNIT
+    steps = np.rint(directions * length).astype(np.int64)
     largest = int(shape.turn / 360 * _HEADINGS)
     images = np.arange(number)
     points = np.zeros((number, count + 1, 2), np.int64)
-    start = generator.integers(low, high, (number, _PROPOSALS, 2))
-    free = ~blocked[pending[:, None], _pixel(start, shape)]
+    if near is None:
+        start = generator.integers(low, high, (number, _PROPOSALS, 2))
+    else:
+        away = np.rint(directions * shape.start_distance).astype(np.int64)
+        start = near[:, None] + away[generator.integers(0, _HEADINGS, (number, _PROPOSALS))]
+    free = ((start >= low) & (start < high)).all(-1) & ~blocked[pending[:, None], _pixel(start, shape)]
     points[:, 0] = start[images, free.argmax(1)]
     valid = np.asarray(free.any(1))
     heading = generator.integers(0, _HEADINGS, number)

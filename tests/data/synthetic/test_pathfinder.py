@@ -11,7 +11,8 @@ from data.synthetic import pathfinder as module
 from data.synthetic.pathfinder import Pathfinder, pathfinder
 
 # Large enough to tell a gap in a path from the room between two paths.
-LARGE = {"size": 96, "dashes": 14, "distractors": 6, "dash": 5, "gap": 3, "margin": 8, "thickness": 1.5, "radius": 3}
+LARGE = {"size": 96, "dashes": 14, "distractors": 6, "dash": 5, "gap": 3, "margin": 8, "thickness": 1.5, "radius": 3,
+         "start_distance": 20}  # fmt: skip
 
 
 def disc(radius: float) -> NDArray[np.bool_]:
@@ -49,16 +50,19 @@ def test_images_hold_both_labels_equally_often_and_equal_brightness():
     assert tokens.max() == 255
 
 
-def test_distance_of_the_markers_does_not_tell_the_label():
-    """Mark the same paths with both labels. The distances differ by at most 1/40 of the size and two pixels."""
+def test_first_ends_have_the_start_distance_and_a_marker():
     shape = Pathfinder(**LARGE)
-    distances = []
-    for label in (0, 1):
-        images = module._images(np.random.default_rng(0), shape, np.full(6, label, np.int32)).reshape(-1, 96, 96)
-        centres = [ndimage.center_of_mass(marks > 0, marks, (1, 2)) for marks in map(markers_of, images)]
-        distances.append(np.array([np.hypot(*np.subtract(*pair)) for pair in centres]))
-    assert np.abs(distances[0] - distances[1]).max() < 96 / 40 + 2
-    assert np.ptp(distances[0]) > 10
+    paths, ends = module._draw(np.random.default_rng(0), shape, 40, 40)
+    starts = paths.points[:, :2, 0] / 1024
+    np.testing.assert_allclose(np.hypot(*(starts[:, 0] - starts[:, 1]).T), 20, atol=0.01)
+    path = (ends[:, :, :1] == starts[:, None]).all(-1).argmax(-1)  # [images, labels]
+    assert (ends[:, :, 0] == starts[np.arange(len(path))[:, None], path]).all()
+    assert 0.2 < path.mean() < 0.8
+    # The other marker is nearest to the last point of the same path or of the other one.
+    last = paths.points[:, :2, shape.dashes] / 1024
+    nearest = np.square(ends[:, :, 1, None] - last[:, None]).sum(-1).argmin(-1)
+    assert (nearest[:, 1] == path[:, 1]).all()
+    assert (nearest[:, 0] != path[:, 0]).all()
 
 
 def test_seed_decides_the_images_also_with_processes(monkeypatch):
@@ -75,6 +79,7 @@ def test_seed_decides_the_images_also_with_processes(monkeypatch):
     ("geometry", "message"),
     [
         ({"dashes": 40}, r"size 32 cannot hold two paths of 40 dashes \(140 pixels long\).*at most 24"),
+        ({"start_distance": 3.0}, r"a start_distance between margin and size \(now 3\)"),
         ({"margin": 1.0}, r"a margin above gap \+ thickness = 2.4"),
         ({"dashes": 24, "turn": 1.0}, r"0 of \d+ images hold both long paths; use fewer dashes"),
     ],
