@@ -13,8 +13,9 @@ from megatron_lite.parallel.fused_projections import fuse_projections
 from models.operators.cross_entropy import IGNORED_LABEL
 
 from .classification import TASKS
+from .classifier import Classifier
 from .experiment import Run
-from .network import Classifier, Network
+from .network import Network
 
 # Each parameter starts at a multiple of this many elements in the flat tensor: kernels need 16-byte aligned addresses.
 _ALIGNED = 64
@@ -107,6 +108,8 @@ class ModelRun:
             FlatParameters(group, decay, dtype) for group, decay in ((decayed, run.weight_decay), (rest, 0.0)) if group
         ]
         self.network.to(dtype)
+        self._buffers = dict(self.network.named_buffers())
+        self._first_buffers = {name: value.clone() for name, value in self._buffers.items()}
         self.reset_weights()
         self._optimizer = _optimizer(run, self.flats, device)
         self.loss = torch.zeros((), device=device)
@@ -117,6 +120,8 @@ class ModelRun:
     def reset_weights(self) -> None:
         for flat in self.flats:
             flat.reset()
+        for name, value in self._buffers.items():
+            value.copy_(self._first_buffers[name])
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -130,15 +135,18 @@ class ModelRun:
         self._seed_dropout(0)
 
     def state(self) -> dict[str, Any]:
-        """Return the master weights and the optimizer's moments on the CPU. Call it between two steps."""
+        """Return the master weights, the optimizer's moments and the buffers on the CPU. Call it between two steps."""
         moments = [
             {name: value.cpu() for name, value in self._optimizer.state[flat.master].items()} for flat in self.flats
         ]
-        return {"weights": [flat.master.detach().cpu() for flat in self.flats], "moments": moments}
+        buffers = {name: value.cpu() for name, value in self._buffers.items()}
+        return {"weights": [flat.master.detach().cpu() for flat in self.flats], "moments": moments, "buffers": buffers}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned, in place, because captured graphs hold the addresses."""
+        for name, value in state.get("buffers", {}).items():  # files before 2026-11-27 have none
+            self._buffers[name].copy_(value)
         for flat, weights, moments in zip(self.flats, state["weights"], state["moments"], strict=True):
             flat.master.copy_(weights)
             flat.copy_to_parameters()

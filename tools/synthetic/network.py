@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from models.backend import is_supported
 from models.config import ModelConfig
-from models.language_model import LanguageModel, LayerSpec, build_layer, layer_specs
-from models.layers.embedding import Embedding, look_up
+from models.language_model import LanguageModel, LayerSpec, build_layer
+from models.layers.embedding import look_up
 from models.layers.norm import Norm
 from models.layers.projections import linear
 from models.mixers.attention import Attention
@@ -33,7 +33,7 @@ DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
 # Keys of `network` and `definitions`: those of `model` that a run does not set itself, and those of this module.
 KEYS = (
     *(key.name for key in fields(ModelConfig) if key.name not in ("vocab_size", "hidden_size", "max_positions")),
-    *("head_dim", "first_weights", *DROPOUTS, "head_bias", "fp32_residual_connection"),
+    *("head_dim", "first_weights", *DROPOUTS, "tie_dropout", "head_bias", "fp32_residual_connection"),
 )
 
 
@@ -55,6 +55,12 @@ def model_config(run: Run) -> ModelConfig:
         only_zero = run.classifies and key == "attention_dropout"
         if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and only_zero):
             raise refusal(key, dropout, "is only 0 in this suite" if only_zero else "are numbers >= 0 and < 1")
+    if not isinstance(tied := keys.pop("tie_dropout", False), bool) or (tied and not run.classifies):
+        raise refusal("tie_dropout", tied, "are true and false, true only for a classifier")
+    if keys.get("norm") == "batchnorm":
+        if not run.classifies:
+            raise refusal("norm", "batchnorm", "only for a classifier: a token would see later tokens")
+        del keys["norm"]
     if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and run.classifies):
         raise refusal("head_bias", bias, "are true and false, for a classifier only false")
     if not isinstance(fp32_residual := keys.pop("fp32_residual_connection", False), bool):
@@ -89,6 +95,7 @@ class WithDropout(nn.Module):
 
     Attributes:
         dropout_generator: random generator; None for PyTorch's default generator.
+        tie_dropout: drop a channel at all tokens of a sequence or at none, as code for Long Range Arena (S4, S5).
         fp32_residual_connection: keep the residual stream in float32 between the blocks, whatever type the weights have.
     """
 
@@ -97,6 +104,7 @@ class WithDropout(nn.Module):
         self.embedding_dropout, self.attention_dropout, self.residual_dropout = (
             float(run.network.get(key, 0.0)) for key in DROPOUTS
         )
+        self.tie_dropout = bool(run.network.get("tie_dropout"))
         self.fp32_residual_connection = bool(run.network.get("fp32_residual_connection"))
         self.dropout_generator: torch.Generator | None = None
         self._dropout_active = False
@@ -104,7 +112,8 @@ class WithDropout(nn.Module):
     def _dropout(self, x: Tensor, p: float) -> Tensor:
         if not (self._dropout_active and p):
             return x
-        return x * torch.empty_like(x).bernoulli_(1 - p, generator=self.dropout_generator) / (1 - p)
+        shape = (x.shape[0], 1, x.shape[-1]) if self.tie_dropout else x.shape
+        return x * x.new_empty(shape).bernoulli_(1 - p, generator=self.dropout_generator) / (1 - p)
 
     def _through(self, blocks: Iterable[nn.Module], x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return x after the blocks.
@@ -133,7 +142,7 @@ class Network(WithDropout):
         config = model_config(run)
         super().__init__(run)
         self.model = LanguageModel(config, seed=run.seed)
-        self.model.embedding.lookup = _look_up
+        self.model.embedding.lookup = look_up_filler
         if without_mlp(run):
             for block in self.model.blocks:
                 block.mlp = _WithoutMLP()
@@ -191,82 +200,6 @@ class Network(WithDropout):
         return self._dropout(scores.softmax(-1).to(v.dtype), self.attention_dropout) @ v
 
 
-class Classifier(WithDropout):
-    """Classify a whole sequence: a norm, the mean over the tokens of the last block's output, and a projection.
-
-    With `pairs` each row holds two texts side by side; the classifier reads both means, their difference and elementwise product.
-    `positions` is ignored. The largest token id is padding. With `images` no token is padding, and the ids are grey pixels,
-    which are projected as numbers. With `positions: sinusoidal` fixed sines and cosines are added to the embeddings.
-    """
-
-    def __init__(self, run: Run, classes: int, *, pairs: bool = False, images: bool = False) -> None:
-        config = model_config(run)
-        super().__init__(run)
-        specs = layer_specs(config)[:-1]
-        if images:
-            specs[0] = LayerSpec("pixels", partial(PixelEmbedding, config))
-        self.embedding, *blocks = (build_layer(spec, index, run.seed) for index, spec in enumerate(specs))
-        if not images:
-            self.embedding.lookup = _look_up
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = Norm(config)
-        self.pairs, self.images = pairs, images
-        inputs = (4 if pairs else 1) * config.hidden_size
-        self.output = build_layer(
-            LayerSpec("classifier", partial(linear, config, inputs, classes)), len(specs), run.seed
-        )
-        self.pad = config.vocab_size - 1
-        sines = _sines(run.length, config.hidden_size) if run.network.get("positions") == "sinusoidal" else None
-        self.register_buffer("positions", sines, persistent=False)
-        if run.network.get("first_weights") == "pytorch":
-            _init_as_pytorch(self, run.seed)
-
-    def loss(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> Tensor:
-        """Return the mean cross entropy over the labels [batch, 1] that are not IGNORED_LABEL."""
-        logits = self.logits(tokens, positions, dropout=True)
-        return F.cross_entropy(logits[:, 0], labels[:, 0], ignore_index=IGNORED_LABEL)
-
-    def logits(self, tokens: Tensor, positions: Tensor | None, *, dropout: bool = False) -> Tensor:
-        """Return logits [batch, 1, classes] in float32 for tokens [batch, length]."""
-        self._dropout_active = dropout
-        if self.pairs:
-            tokens = tokens.view(2 * tokens.shape[0], -1)
-        real, x = None if self.images else tokens != self.pad, self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions[: tokens.shape[1]]
-        x = self._dropout(x, self.embedding_dropout)
-        x = self._through(self.blocks, x, real)
-        x = self.norm(x).float()
-        # Rows of padding only fill the last batch. Their labels are ignored.
-        if real is None:
-            mean = x.mean(1)
-        else:
-            mean = x.masked_fill(~real.unsqueeze(-1), 0.0).sum(1) / real.sum(1, keepdim=True).clamp_min(1)
-        if self.pairs:
-            first, second = mean.view(-1, 2, mean.shape[-1]).unbind(1)
-            mean = torch.cat([first, second, first - second, first * second], -1)
-        return F.linear(mean, self.output.weight.float()).unsqueeze(1)
-
-
-class PixelEmbedding(Embedding):
-    """Project grey pixels p, 0 to 255, to w (p - 127.5) / 64 + b, as code for Long Range Arena (S4, S5); `weight` holds w and b.
-
-    The initial weights are those of PyTorch's linear layer of one input.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(replace(config, vocab_size=2))
-        nn.init.uniform_(self.weight, -1, 1)
-        self.lookup = _project
-
-
-def _project(pixels: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
-    """Return [batch, length, size] for pixels [batch, length]. Computed in float32: bf16 has 8 bits."""
-    w, b = weight.float()
-    x = torch.addcmul(b, ((pixels.float() - 127.5) / 64).unsqueeze(-1), w).to(weight.dtype)
-    return x if vectors is None else x + vectors
-
-
 class _WithoutMLP(nn.Module):
     """Apply the identity with the call signature of `models/layers/mlp.py`."""
 
@@ -308,18 +241,7 @@ def _init_as_mad_lab(network: Network, seed: int, *, small_mixers: bool) -> None
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
 
 
-@torch.no_grad()
-def _init_as_pytorch(network: Classifier, seed: int) -> None:
-    """Initialize as nn.Embedding and nn.Linear do: N(0, 1), and uniform up to 1 / sqrt(inputs)."""
-    generator = torch.Generator().manual_seed(seed)
-    if not network.images:
-        nn.init.normal_(network.embedding.weight, generator=generator)
-    for module in network.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
-
-
-def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
+def look_up_filler(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
     """Look up embeddings with a kernel for often repeated tokens: most tokens of these tasks are one filler id."""
     if is_supported(weight):
         from models.kernels.embedding_backward import look_up_repeated
@@ -328,7 +250,7 @@ def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
     return look_up(tokens, weight, vectors)
 
 
-def _sines(length: int, size: int) -> Tensor:
+def sines(length: int, size: int) -> Tensor:
     """Return the fixed sines and cosines of positions [length, size], as in MAD-Lab and fairseq."""
     frequency = torch.exp(-math.log(10_000) * torch.arange(size // 2) / (size // 2 - 1))
     angle = torch.arange(length)[:, None] * frequency
@@ -347,7 +269,7 @@ class Decoder(nn.Module):
         self.layers = nn.Sequential(
             *(layer for _ in range(2) for layer in (Norm(config), linear(config, size, size, bias=True), nn.GELU()))
         )
-        self.register_buffer("positions", _sines(length, size), persistent=False)
+        self.register_buffer("positions", sines(length, size), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [batch, length, hidden_size] for x [batch, hidden_size]."""

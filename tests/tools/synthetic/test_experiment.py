@@ -175,7 +175,7 @@ def test_invalid_mad_tasks_and_models_are_refused(runs: Callable[..., list[Run]]
     ):
         model_config(runs("network.layers=3")[0])
     with pytest.raises(
-        ValueError, match="dropout is an unknown key; did you mean residual_dropout or embedding_dropout"
+        ValueError, match="dropout is an unknown key; did you mean tie_dropout or residual_dropout or embedding_dropout"
     ):
         model_config(runs("network.dropout=0.1")[0])
     with pytest.raises(ValueError, match="hidden_size is an unknown key"):  # `widths` sets it

@@ -16,9 +16,9 @@ from torch import Tensor
 import eval as evaluation
 from data.synthetic.listops import CLASSES, PAD
 from tools.synthetic.batches import generate, prepare
+from tools.synthetic.classifier import Classifier
 from tools.synthetic.experiment import Run, _digest, load_experiment, plan
 from tools.synthetic.model_run import ModelRun
-from tools.synthetic.network import Classifier
 from tools.synthetic.training import SideBySide, train_together
 
 CPU = torch.device("cpu")

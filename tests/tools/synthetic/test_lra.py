@@ -14,10 +14,11 @@ from megatron_lite.config.files import ConfigError
 from tests.data.test_long_range_arena import write_reviews
 from tools.synthetic.batches import generate
 from tools.synthetic.classification import TASKS
+from tools.synthetic.classifier import Classifier
 from tools.synthetic.experiment import load_experiment, plan, sweeps
 from tools.synthetic.learning_curves import _draw_model, draw_curves
 from tools.synthetic.model_run import ModelRun
-from tools.synthetic.network import Classifier, model_config
+from tools.synthetic.network import model_config
 from tools.synthetic.preflight import check_sweep
 from tools.synthetic.report import scores
 from tools.synthetic.results import Results, result_line
