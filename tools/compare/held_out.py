@@ -75,14 +75,14 @@ def training_tokens_of(comparison: Comparison) -> int | None:
 
 
 def measure_positions(runs: Sequence[Run], device: str) -> None:
-    """Write the loss by position on the validation text to the folder of every complete causal run that lacks it."""
+    """Write the loss by position on the validation text to the folder of every run that lacks it and can be measured."""
     from tools.evaluation.loss_by_position import loss_by_position
     from tools.evaluation.perplexity import validation_text
     from tools.loading.model import load_model
 
     for run in runs:
         path = run.folder / POSITIONS
-        if run.complete and run.causal and not path.is_file():
+        if run.measurable and not path.is_file():
             loaded = load_model(run.folder, device=device)
             length = run.config.batch.sequence_length
             measured = loss_by_position(loaded, validation_text(loaded), length=length)
@@ -90,7 +90,7 @@ def measure_positions(runs: Sequence[Run], device: str) -> None:
 
 
 def measure_recall(runs: Sequence[Run], device: str) -> None:
-    """Add the associative recall of every complete causal run with a checkpoint to the run's results file, once."""
+    """Add the associative recall of every run that can be measured to the run's results file, once."""
     from tools.evaluation.associative_recall import SUITE, add_recall
     from tools.evaluation.results_file import RESULTS_FILE
     from tools.loading.model import load_model
@@ -98,7 +98,7 @@ def measure_recall(runs: Sequence[Run], device: str) -> None:
     for run in runs:
         path = run.folder / RESULTS_FILE
         done = path.is_file() and SUITE in read_json(path, _REMEDY, "results")["results"]
-        if run.complete and run.causal and not done and (run.folder / "checkpoints").is_dir():
+        if run.measurable and not done:
             add_recall(load_model(run.folder, device=device))
 
 

@@ -129,6 +129,11 @@ class Run:
         """Return whether the run was trained and validated to its end."""
         return (self.folder / "summary.json").is_file()
 
+    @property
+    def measurable(self) -> bool:
+        """Return whether the run is complete, causal and has a checkpoint. Folders may be copied without checkpoints."""
+        return self.complete and self.causal and (self.folder / "checkpoints" / "latest").is_file()
+
 
 def read_comparison(path: Path) -> Comparison:
     """Read a comparison's file. Raises ValueError naming the key or the missing file, or OSError."""

@@ -100,6 +100,21 @@ def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path
         assert f"{option} measures causal language models, " in capsys.readouterr().err
 
 
+def test_a_complete_run_with_a_checkpoint_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = plan_runs(laddered())[0]
+    checkpoints = run.folder / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (run.folder / "summary.json").write_text("{}")
+    held_out.measure_recall([run], "cpu")  # a folder that was copied without its checkpoints
+    held_out.measure_positions([run], "cpu")
+    assert not run.measurable
+    (checkpoints / "latest").write_text("step_00000001")
+    assert run.measurable
+    (run.folder / "summary.json").unlink()
+    assert not run.measurable
+
+
 def test_rungs_have_their_own_seeds_and_one_width_per_size() -> None:
     runs = plan_runs(laddered(seeds={"s": [5]}))
     assert sorted(run.name for run in runs if run.model == "metala") == [
