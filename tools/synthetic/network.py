@@ -57,9 +57,10 @@ def model_config(run: Run) -> ModelConfig:
             raise refusal(key, dropout, "is only 0 in this suite" if only_zero else "are numbers >= 0 and < 1")
     if not isinstance(tied := keys.pop("tie_dropout", False), bool) or (tied and not run.classifies):
         raise refusal("tie_dropout", tied, "are true and false, true only for a classifier")
-    if keys.get("norm") == "batchnorm":
-        if not run.classifies:
-            raise refusal("norm", "batchnorm", "only for a classifier: a token would see later tokens")
+    if (norm := keys.get("norm", "layernorm")) not in ("layernorm", "rmsnorm"):
+        if norm != "batchnorm" or not run.classifies:
+            # In a language model a token would see later tokens of the batch.
+            raise refusal("norm", norm, "are layernorm and rmsnorm, for a classifier also batchnorm")
         del keys["norm"]
     if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and run.classifies):
         raise refusal("head_bias", bias, "are true and false, for a classifier only false")

@@ -94,7 +94,10 @@ def test_tied_dropout_drops_a_channel_at_all_tokens() -> None:
     ("word", "message"),
     [
         ("network.tie_dropout=3", "tie_dropout = 3: allowed are true and false, true only for a classifier"),
-        ("network.norm=groupnorm", "model.norm = 'groupnorm'"),
+        (
+            "network.norm=groupnorm",
+            "norm = 'groupnorm': allowed are layernorm and rmsnorm, for a classifier also batchnorm",
+        ),
     ],
 )
 def test_wrong_options_are_refused(word: str, message: str) -> None:
@@ -102,8 +105,11 @@ def test_wrong_options_are_refused(word: str, message: str) -> None:
         model_config(run_of(word))
 
 
-@pytest.mark.parametrize("word", ["network.tie_dropout=true", BATCHNORM])
-def test_a_language_model_has_neither(word: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("network.tie_dropout=true", "true only for a classifier"), (BATCHNORM, "for a classifier also batchnorm")],
+)
+def test_a_language_model_has_neither(word: str, message: str) -> None:
     run = plan(load_experiment("mqar", ["models=[metala]", "widths=[64]", "lrs=[1e-3]", word]), "fp32")[0]
-    with pytest.raises(ValueError, match="only for a classifier"):
+    with pytest.raises(ValueError, match=message):
         model_config(run)
