@@ -69,9 +69,7 @@ class Classifier(WithDropout):
         training: use dropout, and the statistics of the batch in BatchNorm.
         """
         self._dropout_active = training
-        for module in self.modules():
-            if isinstance(module, BatchNorm):
-                module.training = training
+        self.train(training)  # BatchNorm reads it
         if self.pairs:
             tokens = tokens.view(2 * tokens.shape[0], -1)
         real, x = None if self.images else tokens != self.pad, self.embedding(tokens)
