@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tools.synthetic.test_lra import SMALL_PATHS
 from tools.synthetic.batches import prepare
 from tools.synthetic.experiment import load_experiment, plan
 from tools.synthetic.preflight import check_sweep
@@ -48,6 +49,30 @@ def test_dropout_in_a_graph_equals_eager_dropout(words: list[str]) -> None:
             steps.train_epoch(epoch)
             losses.append(steps.evaluate()[1])
     assert losses[:2] == [pytest.approx(loss, rel=0.01) for loss in losses[2:]]
+
+
+def test_batch_norm_in_a_graph_equals_eager_batch_norm() -> None:
+    """Evaluate with moving averages, which the graph's replays update."""
+    device = torch.device("cuda", 0)
+    words = [
+        *SMALL_PATHS,
+        "network.norm=batchnorm",
+        "settings.pathfinder.lrs=[1e-3,1e-2]",
+        "settings.pathfinder.epochs=3",
+    ]
+    words += ["settings.pathfinder.epoch_steps=4", "settings.pathfinder.data.train_examples=128"]
+    runs = plan(load_experiment("lra", words), "bf16")
+    row = check_sweep(runs, device)
+    assert (row["graph"], row["problem"]) == (True, "")
+    examples = prepare(runs[0], device)
+    losses = []
+    for graph in (True, False):
+        steps = SideBySide(runs, examples, device, graph=graph)
+        for epoch in range(3):
+            steps.train_epoch(epoch)
+            losses.append(steps.evaluate()[1])
+    assert losses[:3] == [pytest.approx(loss, rel=0.02) for loss in losses[3:]]
+    assert losses[0] != pytest.approx(losses[2], rel=1e-3)
 
 
 @pytest.mark.parametrize("task", sorted(load_experiment("mad").mad))

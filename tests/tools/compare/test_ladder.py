@@ -75,7 +75,7 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes
     assert given["in_order"]
     assert given["last"] == {"kda-10m-10x-seed1"}
     sizes = [name.split("-")[1] for name in given["names"]]
-    assert sizes == ["600k"] * 3 + ["1400k"] * 2 + ["2500k"] * 2 + ["5500k", "10m"]
+    assert sizes == ["600k"] * 2 + ["1400k"] * 2 + ["2500k"] * 3 + ["5500k"] * 2 + ["10m"]
     measured: list[str] = []
     monkeypatch.setattr(held_out, "measure_positions", lambda runs, _: measured.extend(run.size for run in runs))
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--sizes", "600k", "--positions"]) == 1
@@ -87,7 +87,8 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes
 
 def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    planned = read_comparison(EXPERIMENTS / "ladder_masked.yml")
+    planned, small = (read_comparison(EXPERIMENTS / f"{name}.yml") for name in ("ladder_masked", "ladder_masked_small"))
+    assert small.models == planned.models
     words = ["model.vocab_size=512"]
     runs = plan_runs(planned, models=["softmax", "metala"], sizes=["5m-10x"], seeds=[1], overrides=words)
     assert [run.config.model.mixers for run in runs] == [("attention",), ("metala_bidirectional",)]
