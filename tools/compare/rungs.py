@@ -14,8 +14,8 @@ class Tuning(BaseModel):
     """Hold the section `ladder.tuning`: the learning rates that `--tune` tries at the first rung of some sizes.
 
     Attributes:
-        sizes: other sizes take the factor of the next smaller one of these, or of the smallest.
-        models: their mean loss chooses the rate of all models.
+        sizes: trained with every factor.
+        models: their mean loss over the sizes chooses the factor of all models and sizes.
         factors: of `optimizer.lr` of each size.
     """
 

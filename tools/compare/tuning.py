@@ -17,6 +17,8 @@ from tools.reporting.runs_page import Section
 FILE = "learning_rates.json"
 RATES_TITLE = "Learning rates"
 _REMEDY = "remove it; --tune writes it again"
+# Size -> factor -> model -> loss; None if the run diverged.
+Losses = dict[str, dict[str, dict[str, float | None]]]
 
 
 def tuning_comparison(comparison: Comparison) -> Comparison:
@@ -47,28 +49,25 @@ def tuning_comparison(comparison: Comparison) -> Comparison:
 
 
 def write_rates(comparison: Comparison, runs: Sequence[Run], failed: Collection[str]) -> Section | None:
-    """Write the best factor of every size once all runs are complete or failed. Return the table, or None before that.
+    """Write the best factor once all runs are complete or failed. Return the table, or None before that.
 
     comparison: the ladder. runs: all of `tuning_comparison`.
     """
     if not all(run.complete or run.name in failed for run in runs):
         return None
     path = comparison.folder / FILE
-    losses: dict[str, dict[str, dict[str, float | None]]] = _saved(comparison)["losses"] if path.is_file() else {}
-    for size in {run.size.rpartition("_")[0] for run in runs}:
+    losses: Losses = _saved(comparison)["losses"] if path.is_file() else {}
+    for size in dict.fromkeys(run.size.rpartition("_")[0] for run in runs):
         losses[size] = {}
     for run in runs:
         size, factor = run.size.rpartition("-")[0].removesuffix("lr").rsplit("_", 1)
         final = [result.final["loss"] for result in read_results([run]) if result.final]
         losses[size].setdefault(factor, {})[run.model] = final[0] if final and math.isfinite(final[0]) else None
-    best = {size: min(of_size, key=lambda factor: _mean(of_size[factor])) for size, of_size in losses.items()}
-    for size, factor in best.items():
-        if not math.isfinite(_mean(losses[size][factor])):
-            raise ValueError(
-                f"ladder.tuning: in the size {size} a run of every factor diverged; lower ladder.tuning.factors"
-            )
-    content = {"factors": {size: float(factor) for size, factor in best.items()}, "losses": losses}
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    means = {factor: _mean_over_sizes(losses, factor) for of_size in losses.values() for factor in of_size}
+    best = min(means, key=lambda factor: means[factor])
+    if not math.isfinite(means[best]):
+        raise ValueError("ladder.tuning: with every factor a run diverged; lower ladder.tuning.factors")
+    write_text(path, json.dumps({"factor": float(best), "losses": losses}, indent=1) + "\n")
     return rates_table(with_tuned_rates(comparison))
 
 
@@ -77,8 +76,9 @@ def with_tuned_rates(comparison: Comparison) -> Comparison:
     path = comparison.folder / FILE
     if comparison.ladder is None or comparison.ladder.tuning is None or not path.is_file():
         return comparison
+    factor = _saved(comparison)["factor"]
     sizes = {
-        size: _scaled(comparison, size, _factor(comparison, size)[0]) if size in comparison.ladder.parameters else tree
+        size: _scaled(comparison, size, factor) if size in comparison.ladder.parameters else tree
         for size, tree in comparison.sizes.items()
     }
     return comparison.model_copy(update={"sizes": sizes})
@@ -93,38 +93,36 @@ def rates_table(comparison: Comparison) -> Section:
         )
     ladder, tuning = _sections(comparison)
     saved = _saved(comparison)
-    rows, edges = [], []
-    for size, of_size in saved["losses"].items():
-        chosen = saved["factors"][size]
-        edges += [size] if chosen in (min(tuning.factors), max(tuning.factors)) else []
-        for factor, losses in of_size.items():
-            mark = "chosen" if float(factor) == chosen else ""
-            cells = ["-" if loss is None else f"{loss:.4f}" for loss in losses.values()]
-            rate = _rate(comparison, size) / chosen * float(factor)
-            mean = f"{_mean(losses):.4f}" if math.isfinite(_mean(losses)) else "-"
+    losses: Losses = saved["losses"]
+    rows = []
+    for size, of_size in losses.items():
+        for factor, of_factor in of_size.items():
+            mark = "chosen" if float(factor) == saved["factor"] else ""
+            cells = ["-" if loss is None else f"{loss:.4f}" for loss in of_factor.values()]
+            rate = _rate(comparison, size) / saved["factor"] * float(factor)
+            mean = f"{_mean(of_factor):.4f}" if math.isfinite(_mean(of_factor)) else "-"
             rows.append([size, f"{rate:.3g}", mean, *cells, mark])
-    models = next(iter(next(iter(saved["losses"].values())).values()))
+    models = next(iter(next(iter(losses.values())).values()))
     labels = [model.label or name if (model := comparison.models.get(name)) else name for name in models]
-    note = "Every model has the rate with the lowest mean loss, measured at the fewest tokens per parameter."
-    note += _worse_than_own(saved, labels)
-    others = {size: _factor(comparison, size)[1] for size in ladder.parameters if size not in saved["factors"]}
-    for size, source in others.items():
-        note += f" {size}: {_rate(comparison, size):.3g}, with the factor of {source}."
-    if edges:
-        note += f" The best rate of {', '.join(edges)} is at the end of the grid: add factors to `ladder.tuning`."
+    note = "One factor scales the rates of all sizes, that with the lowest mean loss of all models and sizes, measured at the "
+    note += "fewest tokens per parameter." + _worse_than_own(losses, saved["factor"], labels)
+    rates = ", ".join(f"{size} {_rate(comparison, size):.3g}" for size in ladder.parameters)
+    note += f" Rates: {rates}."
+    if saved["factor"] in (min(tuning.factors), max(tuning.factors)):
+        note += " The best factor is at the end of the grid: add factors to `ladder.tuning`."
     return Section(RATES_TITLE, ["size", "learning rate", "mean loss", *labels, ""], rows, note)
 
 
-def _worse_than_own(saved: dict[str, Any], labels: Sequence[str]) -> str:
+def _worse_than_own(losses: Losses, best: float, labels: Sequence[str]) -> str:
     """Return a sentence per tuned size on the models whose own best rate is another one."""
     note = ""
-    for size, of_size in saved["losses"].items():
-        chosen = next(losses for factor, losses in of_size.items() if float(factor) == saved["factors"][size])
+    for size, of_size in losses.items():
+        chosen = next((of_factor for factor, of_factor in of_size.items() if float(factor) == best), {})
         words = []
-        for model, label in zip(chosen, labels, strict=True):
-            found = [losses[model] for losses in of_size.values() if losses.get(model) is not None]
-            if found and chosen[model] is not None and chosen[model] > min(found):
-                words.append(f"{label} +{chosen[model] - min(found):.4f}")
+        for model, label in zip(chosen, labels, strict=False):
+            found = [loss for of_factor in of_size.values() if (loss := of_factor.get(model)) is not None]
+            if found and (loss := chosen[model]) is not None and loss > min(found):
+                words.append(f"{label} +{loss - min(found):.4f}")
         note += f" {size}: loss above that of the model's own best rate: {', '.join(words)}." if words else ""
     return note
 
@@ -142,19 +140,10 @@ def _sections(comparison: Comparison) -> tuple[Ladder, Tuning]:
 def _saved(comparison: Comparison) -> dict[str, Any]:
     """Return what `write_rates` wrote. Raises ValueError for a size that is not one of the ladder."""
     path, (ladder, _) = comparison.folder / FILE, _sections(comparison)
-    content = read_json(path, _REMEDY, "factors", "losses")
-    if unknown := sorted(content["factors"].keys() - ladder.parameters.keys()):
+    content = read_json(path, _REMEDY, "factor", "losses")
+    if unknown := sorted(content["losses"].keys() - ladder.parameters.keys()):
         raise ValueError(f"{path} has the size {unknown[0]}, which ladder.parameters lacks: {_REMEDY}")
     return content
-
-
-def _factor(comparison: Comparison, size: str) -> tuple[float, str]:
-    """Return the factor of a size, and the name of the tuned size whose factor it is."""
-    ladder, _ = _sections(comparison)
-    factors = _saved(comparison)["factors"]
-    ordered = sorted(factors, key=lambda name: ladder.parameters[name])
-    source = [name for name in ordered if ladder.parameters[name] <= ladder.parameters[size]][-1:] or ordered[:1]
-    return factors[source[0]], source[0]
 
 
 def _rate(comparison: Comparison, size: str) -> float:
@@ -168,6 +157,11 @@ def _scaled(comparison: Comparison, size: str, factor: float) -> dict[str, Any]:
     """Return the keys of a size with its rate times a factor."""
     tree = comparison.sizes[size]
     return {**tree, "optimizer": {**tree.get("optimizer", {}), "lr": float(f"{factor * _rate(comparison, size):.4g}")}}
+
+
+def _mean_over_sizes(losses: Losses, factor: str) -> float:
+    """Return the mean loss of a factor; infinite if a size was not trained with it."""
+    return statistics.mean(_mean(of_size[factor]) if factor in of_size else math.inf for of_size in losses.values())
 
 
 def _mean(losses: dict[str, float | None]) -> float:

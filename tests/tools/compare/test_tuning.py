@@ -42,7 +42,7 @@ def test_tuned_rates_become_those_of_every_size(tmp_path: Path, monkeypatch) -> 
         ["s", "0.002", "2.5000", "2.5000", "chosen"],
     ]
     assert table.note.endswith(
-        " m: 0.001, with the factor of s. The best rate of s is at the end of the grid: add factors to `ladder.tuning`."
+        " Rates: s 0.002, m 0.001. The best factor is at the end of the grid: add factors to `ladder.tuning`."
     )
     tuned = plan_runs(with_tuned_rates(planned), models=["metala"], seeds=[1])
     assert {run.size: run.config.optimizer.lr for run in tuned} == {"s-1x": 2e-3, "s-2x": 2e-3, "m-1x": 1e-3}
@@ -72,10 +72,29 @@ def test_table_of_rates_names_models_whose_own_best_rate_is_another_one(tmp_path
     planned = laddered(tuning=tuning).model_copy(update={"sizes": sizes})
     losses = {"1.0": {"metala": 3.0, "retnet": 2.9}, "2.0": {"metala": 2.5, "retnet": 2.95}}
     planned.folder.mkdir(parents=True)
-    (planned.folder / FILE).write_text(json.dumps({"factors": {"s": 2.0}, "losses": {"s": losses}}))
+    (planned.folder / FILE).write_text(json.dumps({"factor": 2.0, "losses": {"s": losses}}))
     note = rates_table(with_tuned_rates(planned)).note
     label = planned.models["retnet"].label or "retnet"
     assert f" s: loss above that of the model's own best rate: {label} +0.0500." in note
+
+
+def test_one_factor_is_chosen_for_all_sizes(tmp_path: Path, monkeypatch) -> None:
+    """The smaller size prefers half of the rate by 0.1, the larger size twice the rate by 0.3."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"s": {"optimizer": {"lr": 1e-3}}, "m": {"optimizer": {"lr": 5e-4}}}
+    tuning = {"sizes": ["s", "m"], "models": ["metala"], "factors": [0.5, 2]}
+    planned = laddered(tuning=tuning).model_copy(update={"sizes": sizes})
+    runs = plan_runs(tuning_comparison(planned))
+    losses = {"s_0.5lr": 3.0, "s_2lr": 3.1, "m_0.5lr": 2.9, "m_2lr": 2.6}
+    results = {run.name: Result(run, [], {"loss": losses[run.size.rpartition("-")[0]]}, 9, 1.0) for run in runs}
+    monkeypatch.setattr("tools.compare.tuning.read_results", lambda chosen: [results[run.name] for run in chosen])
+    table = write_rates(planned, runs, [run.name for run in runs])
+    assert table is not None
+    assert [row[0] for row in table.rows if row[-1] == "chosen"] == ["s", "m"]
+    assert json.loads((planned.folder / FILE).read_text())["factor"] == 2.0
+    assert "s: loss above that of the model's own best rate: MetaLA +0.1000." in table.note
+    tuned = plan_runs(with_tuned_rates(planned), models=["metala"], seeds=[1])
+    assert {run.size.partition("-")[0]: run.config.optimizer.lr for run in tuned} == {"s": 2e-3, "m": 1e-3}
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_every_task_has_the_papers_settings():
     assert [run.task for run in runs] == list(tasks)
     settings = {run.task: (run.width, run.lr, run.batch_size, run.warmup_steps, run.weight_decay) for run in runs}
     assert settings == {
-        "listops": (32, 5e-4, 128, 5_000, 0.01),
+        "listops": (32, 2e-3, 128, 5_000, 0.01),  # the paper's is 5e-4, with which the accuracy stays at 42 %
         "text": (128, 1e-3, 64, 10_000, 0.0),  # the paper's learning rate is 4e-3, at which the model unlearns
         "retrieval": (256, 8e-4, 128, 312, 1e-4),
         "image": (512, 3e-3, 128, 30_000, 0.0),
@@ -54,6 +54,9 @@ def test_every_task_has_the_papers_settings():
         assert stated <= run.steps < stated + run.steps_per_epoch
         assert config.mixers[0] == ("metala" if run.task in ("listops", "text") else "metala_bidirectional")
         assert config.hidden_size // config.num_heads == 8
+        assert (run.network.get("norm"), run.network.get("first_weights", "default")) == (
+            ("batchnorm", "pytorch") if run.task == "listops" else ("layernorm", "default")
+        )
 
 
 def test_recipes_are_those_of_one_model():
