@@ -92,7 +92,7 @@ def test_one_factor_is_chosen_for_all_sizes(tmp_path: Path, monkeypatch) -> None
     assert table is not None
     assert [row[0] for row in table.rows if row[-1] == "chosen"] == ["s", "m"]
     assert json.loads((planned.folder / FILE).read_text())["factor"] == 2.0
-    assert "s: loss above that of the model's own best rate: MetaLA +0.1000." in table.note
+    assert "s: loss above that of the model's own best rate: metala +0.1000." in table.note
     tuned = plan_runs(with_tuned_rates(planned), models=["metala"], seeds=[1])
     assert {run.size.partition("-")[0]: run.config.optimizer.lr for run in tuned} == {"s": 2e-3, "m": 1e-3}
 
