@@ -212,9 +212,7 @@ def _train(
             workers=workers,
             minutes=comparison.time_budget_minutes,
             tune_kernels=comparison.tune_kernels,
-            # The smaller sizes predict the largest one, so they come first.
-            in_order=comparison.ladder is not None,
-            last=last,
+            last=last,  # the smaller sizes predict the largest one
             progress=True,
             after_run=after_run,
         )

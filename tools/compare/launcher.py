@@ -85,7 +85,6 @@ def run_all(
     workers: int = 1,
     minutes: float | None = None,
     tune_kernels: bool = False,
-    in_order: bool = False,
     last: Collection[str] = (),
     progress: bool = True,
     after_run: Callable[[Collection[str]], None] = lambda failed: None,
@@ -99,13 +98,12 @@ def run_all(
         workers: processes per device.
         minutes: time limit, after which every run saves and stops. The same call continues.
         tune_kernels: see `Comparison`.
-        in_order: train in the order of `runs`, not the longest first.
         last: names of runs that start when all others are complete or have failed.
         after_run: called before the training and after every run, with the names of the failed runs.
     """
     outcome = Outcome()
     waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
-    incomplete = [run for run in (runs if in_order else _sorted_runs(runs)) if not run.complete]
+    incomplete = [run for run in _sorted_runs(runs) if not run.complete]
     for run in sorted(incomplete, key=lambda run: run.name in last):
         waiting.put(run)
     stop = threading.Event()

@@ -55,7 +55,7 @@ def test_the_ladder_has_equal_parameters_and_tokens(tmp_path: Path, monkeypatch)
     assert run.config.data.test == "corpora/text_corpus/shift_text_document"
 
 
-def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes_first(
+def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest_size_last(
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -72,7 +72,6 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_small_sizes
     monkeypatch.setattr("tools.compare.launcher.run_all", run_all)
     words = ["--models", "kda", "--seeds", "1", "--devices", "0", "model.vocab_size=512"]
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words]) == 1
-    assert given["in_order"]
     assert given["last"] == {"kda-10m-10x-seed1"}
     sizes = [name.split("-")[1] for name in given["names"]]
     assert sizes == ["600k"] * 2 + ["1400k"] * 2 + ["2500k"] * 3 + ["5500k"] * 2 + ["10m"]

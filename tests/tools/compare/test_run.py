@@ -130,7 +130,7 @@ def test_the_workers_of_the_file_are_for_gpus(
     assert main([str(tmp_path / "many.yml"), "--name", "many", "--seeds", "1", "--devices", *words]) == 1
     assert given["workers"] == workers
     assert given["devices"] == words[:1]
-    assert given["tune_kernels"] is given["in_order"] is False
+    assert given["tune_kernels"] is False
 
 
 def test_devices_are_the_given_or_the_visible_ones(monkeypatch) -> None:
@@ -257,11 +257,6 @@ def test_runs_are_sorted_by_seed_and_longest_first(place: Path, tmp_path: Path, 
     assert sorted(trained[8:]) == sorted(run.name for run in runs[:3])
     run_all(runs, devices=["0"], progress=False)
     assert len(trained) == 11
-    # A ladder trains in the order of its plan, the smaller sizes first.
-    for run in runs:
-        (run.folder / "summary.json").unlink()
-    run_all(runs, devices=["0"], in_order=True, progress=False)
-    assert trained[11:] == [run.name for run in runs]
 
 
 def test_the_last_runs_start_when_all_others_have_ended(place: Path, tmp_path: Path, monkeypatch) -> None:

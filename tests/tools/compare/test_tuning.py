@@ -79,7 +79,7 @@ def test_table_of_rates_names_models_whose_own_best_rate_is_another_one(tmp_path
 
 
 def test_one_factor_is_chosen_for_all_sizes(tmp_path: Path, monkeypatch) -> None:
-    """The smaller size prefers half of the rate by 0.1, the larger size twice the rate by 0.3."""
+    """Choose twice the rate, with which the larger size gains 0.3 and the smaller one loses 0.1."""
     monkeypatch.chdir(tmp_path)
     sizes = {"s": {"optimizer": {"lr": 1e-3}}, "m": {"optimizer": {"lr": 5e-4}}}
     tuning = {"sizes": ["s", "m"], "models": ["metala"], "factors": [0.5, 2]}
