@@ -280,6 +280,7 @@ FP8 = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
+    "unclipped": {"gradient_clipping": 0.0},
     "muon": {"name": "muon"},
     "muon_per_head": {"name": "muon", "muon": {"per_head": True}},
 }
