@@ -14,6 +14,20 @@ from tools.synthetic.training import SideBySide, train_together
 MQAR = ("tasks=[64x4]", "batch_size=64", "widths=[64]", "lrs=[1e-3,1e-2]")
 
 
+def losses_of_epochs(suite: str, words: list[str], epochs: int, graph: bool) -> list[list[float]]:
+    """Return the losses of all runs after each epoch, trained with or without a graph."""
+    device = torch.device("cuda", 0)
+    runs = plan(load_experiment(suite, words), "bf16")
+    row = check_sweep(runs, device)
+    assert (row["graph"], row["problem"]) == (True, "")
+    steps = SideBySide(runs, prepare(runs[0], device), device, graph=graph)
+    losses = []
+    for epoch in range(epochs):
+        steps.train_epoch(epoch)
+        losses.append(steps.evaluate()[1])
+    return losses
+
+
 @pytest.mark.parametrize("model", sorted(load_experiment("mqar").definitions))
 def test_graphs_and_bf16_differ_by_rounding_alone(model: str) -> None:
     runs = plan(load_experiment("mqar", [*MQAR, f"models=[{model}]"]), "bf16")
@@ -36,24 +50,13 @@ def test_float32_residual_stream() -> None:
 )
 def test_dropout_in_a_graph_equals_eager_dropout(words: list[str]) -> None:
     """Seed the graph's generators per epoch, as without a graph."""
-    device = torch.device("cuda", 0)
     words = [*MQAR, *words, "epochs=2", "data.train_examples=1280", "data.vocabulary=64", "target=null"]
-    runs = plan(load_experiment("mqar", words), "bf16")
-    row = check_sweep(runs, device)
-    assert (row["graph"], row["problem"]) == (True, "")
-    examples = prepare(runs[0], device)
-    losses = []
-    for graph in (True, False):
-        steps = SideBySide(runs, examples, device, graph=graph)
-        for epoch in (0, 1):
-            steps.train_epoch(epoch)
-            losses.append(steps.evaluate()[1])
-    assert losses[:2] == [pytest.approx(loss, rel=0.01) for loss in losses[2:]]
+    graphed, eager = (losses_of_epochs("mqar", words, 2, graph) for graph in (True, False))
+    assert graphed == [pytest.approx(losses, rel=0.01) for losses in eager]
 
 
 def test_batch_norm_in_a_graph_equals_eager_batch_norm() -> None:
     """Evaluate with moving averages, which the graph's replays update."""
-    device = torch.device("cuda", 0)
     words = [
         *SMALL_PATHS,
         "network.norm=batchnorm",
@@ -61,18 +64,9 @@ def test_batch_norm_in_a_graph_equals_eager_batch_norm() -> None:
         "settings.pathfinder.epochs=3",
     ]
     words += ["settings.pathfinder.epoch_steps=4", "settings.pathfinder.data.train_examples=128"]
-    runs = plan(load_experiment("lra", words), "bf16")
-    row = check_sweep(runs, device)
-    assert (row["graph"], row["problem"]) == (True, "")
-    examples = prepare(runs[0], device)
-    losses = []
-    for graph in (True, False):
-        steps = SideBySide(runs, examples, device, graph=graph)
-        for epoch in range(3):
-            steps.train_epoch(epoch)
-            losses.append(steps.evaluate()[1])
-    assert losses[:3] == [pytest.approx(loss, rel=0.02) for loss in losses[3:]]
-    assert losses[0] != pytest.approx(losses[2], rel=1e-3)
+    graphed, eager = (losses_of_epochs("lra", words, 3, graph) for graph in (True, False))
+    assert graphed == [pytest.approx(losses, rel=0.02) for losses in eager]
+    assert graphed[0] != pytest.approx(graphed[2], rel=1e-3)
 
 
 @pytest.mark.parametrize("task", sorted(load_experiment("mad").mad))

@@ -55,19 +55,23 @@ def write_rates(comparison: Comparison, runs: Sequence[Run], failed: Collection[
     """
     if not all(run.complete or run.name in failed for run in runs):
         return None
-    path = comparison.folder / FILE
-    losses: Losses = _saved(comparison)["losses"] if path.is_file() else {}
-    for size in dict.fromkeys(run.size.rpartition("_")[0] for run in runs):
-        losses[size] = {}
+    losses: Losses = {}
+    diverged = []
     for run in runs:
         size, factor = run.size.rpartition("-")[0].removesuffix("lr").rsplit("_", 1)
         final = [result.final["loss"] for result in read_results([run]) if result.final]
-        losses[size].setdefault(factor, {})[run.model] = final[0] if final and math.isfinite(final[0]) else None
-    means = {factor: _mean_over_sizes(losses, factor) for of_size in losses.values() for factor in of_size}
+        loss = final[0] if final and math.isfinite(final[0]) else None
+        losses.setdefault(size, {}).setdefault(factor, {})[run.model] = loss
+        diverged += [run.name] if loss is None else []
+    factors = next(iter(losses.values()))
+    means = {factor: statistics.mean(_mean(of_size[factor]) for of_size in losses.values()) for factor in factors}
     best = min(means, key=lambda factor: means[factor])
     if not math.isfinite(means[best]):
-        raise ValueError("ladder.tuning: with every factor a run diverged; lower ladder.tuning.factors")
-    write_text(path, json.dumps({"factor": float(best), "losses": losses}, indent=1) + "\n")
+        raise ValueError(
+            f"ladder.tuning: with every factor a run diverged ({', '.join(diverged[:3])}; logs in {runs[0].folder.parent}); "
+            "lower ladder.tuning.factors"
+        )
+    write_text(comparison.folder / FILE, json.dumps({"factor": float(best), "losses": losses}, indent=1) + "\n")
     return rates_table(with_tuned_rates(comparison))
 
 
@@ -117,9 +121,9 @@ def _worse_than_own(losses: Losses, best: float, labels: Sequence[str]) -> str:
     """Return a sentence per tuned size on the models whose own best rate is another one."""
     note = ""
     for size, of_size in losses.items():
-        chosen = next((of_factor for factor, of_factor in of_size.items() if float(factor) == best), {})
+        chosen = next(of_factor for factor, of_factor in of_size.items() if float(factor) == best)
         words = []
-        for model, label in zip(chosen, labels, strict=False):
+        for model, label in zip(chosen, labels, strict=True):
             found = [loss for of_factor in of_size.values() if (loss := of_factor.get(model)) is not None]
             if found and (loss := chosen[model]) is not None and loss > min(found):
                 words.append(f"{label} +{loss - min(found):.4f}")
@@ -157,11 +161,6 @@ def _scaled(comparison: Comparison, size: str, factor: float) -> dict[str, Any]:
     """Return the keys of a size with its rate times a factor."""
     tree = comparison.sizes[size]
     return {**tree, "optimizer": {**tree.get("optimizer", {}), "lr": float(f"{factor * _rate(comparison, size):.4g}")}}
-
-
-def _mean_over_sizes(losses: Losses, factor: str) -> float:
-    """Return the mean loss of a factor; infinite if a size was not trained with it."""
-    return statistics.mean(_mean(of_size[factor]) if factor in of_size else math.inf for of_size in losses.values())
 
 
 def _mean(losses: dict[str, float | None]) -> float:
