@@ -95,6 +95,13 @@ def test_one_factor_is_chosen_for_all_sizes(tmp_path: Path, monkeypatch) -> None
     assert "s: loss above that of the model's own best rate: metala +0.1000." in table.note
     tuned = plan_runs(with_tuned_rates(planned), models=["metala"], seeds=[1])
     assert {run.size.partition("-")[0]: run.config.optimizer.lr for run in tuned} == {"s": 2e-3, "m": 1e-3}
+    for name in (runs[0].name, runs[-1].name):  # one run of every factor
+        results[name] = replace(results[name], final={"loss": math.inf})
+    with pytest.raises(
+        ValueError, match=r"a run diverged \(metala-s_0.5lr-.*logs in runs/tiny_tuning\); lower ladder.tun"
+    ):
+        write_rates(planned, runs, [run.name for run in runs])
+    assert json.loads((planned.folder / FILE).read_text())["factor"] == 2.0
 
 
 @pytest.mark.parametrize(
