@@ -16,6 +16,7 @@ from models.language_model import LayerSpec, build_layer, layer_specs
 from models.layers.embedding import Embedding
 from models.layers.norm import Norm
 from models.layers.projections import linear
+from models.mixers.lion import Lion
 from models.operators.cross_entropy import IGNORED_LABEL
 
 from .experiment import Run
@@ -143,10 +144,21 @@ def _project(pixels: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def _init_as_pytorch(network: Classifier, seed: int) -> None:
-    """Initialize as nn.Embedding and nn.Linear do: N(0, 1), and uniform up to 1 / sqrt(inputs)."""
+    """Initialize as nn.Embedding and nn.Linear do: N(0, 1), and uniform up to 1 / sqrt(inputs).
+
+    Layers of LION whose initial weights `init_std` and `value_init` define are not changed.
+    """
     generator = torch.Generator().manual_seed(seed)
+    kept = {layer for block in network.blocks for layer in _layers_with_own_weights(block.mixer)}
     if not network.images:
         nn.init.normal_(network.embedding.weight, generator=generator)
     for module in network.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module not in kept:
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
+
+
+def _layers_with_own_weights(mixer: nn.Module) -> list[nn.Module]:
+    if not isinstance(mixer, Lion):
+        return []
+    layers = [mixer.q_proj, mixer.k_proj] if mixer.options.init_std is not None else []
+    return [*layers, mixer.v_proj] if mixer.options.value_init == "zero_order_hold" else layers

@@ -83,6 +83,19 @@ def test_float32_residual_stream_of_a_classifier() -> None:
     torch.testing.assert_close(seen[2], seen[1], rtol=0.1, atol=0.05)
 
 
+def test_pytorchs_initial_weights_leave_those_that_lions_options_define() -> None:
+    words = ["tasks=[listops]", "models=[lion_s_hippo]", "network.first_weights=pytorch"]
+    (run,) = plan(load_experiment("lra", words), "fp32")
+    network = Classifier(run, CLASSES)
+    for block in network.blocks:
+        values = block.mixer.v_proj.weight
+        torch.testing.assert_close(values, values.diagonal().diag())
+        for layer in (block.mixer.q_proj, block.mixer.k_proj):
+            assert layer.weight.std().item() == pytest.approx(0.1, rel=0.05)
+        for layer in (block.mixer.out_proj, block.mlp.down_proj):
+            assert layer.weight.abs().max().item() == pytest.approx(layer.weight.shape[1] ** -0.5, rel=0.05)
+
+
 def test_embeddings_of_harnesses_for_long_range_arena() -> None:
     """Check N(0, 1) embeddings plus fixed sines, with dropout on their sum in training."""
     words = ["network.first_weights=pytorch", "network.positions=sinusoidal", "network.embedding_dropout=0.25"]
