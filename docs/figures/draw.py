@@ -195,6 +195,9 @@ def synthetic(out: Path, suite: str, *overrides: str, curves: bool = False) -> N
 
 PAIRS_64 = ("tasks=[512x64]", "more_lrs.tasks=[]", "widths=[64,128,256]", "lrs=[1e-4,4.6416e-4,1e-3,2.1544e-3]")
 PAIRS_80 = ("tasks=[512x80]", "more_lrs.tasks=[]", "lrs=[2.1544e-4,4.6416e-4,1e-3,2.1544e-3]")
+LISTOPS = tuple(
+    f"settings.listops.recipes.metala.{value}" for value in ("epochs=60", "warmup_steps=4500", "evaluate_every=2")
+)
 FIGURES: dict[str, Callable[[Path], None]] = {
     "train_h200.png": train,
     "layouts_h200.png": layouts,
@@ -219,6 +222,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
         out, "mqar", *PAIRS_64, "widths=[128]", "network.mlp=identity", curves=True
     ),
     "mqar_512x80.png": lambda out: synthetic(out, "mqar", *PAIRS_80, "seeds=[0,1,2]", curves=True),
+    "lra_listops.png": lambda out: synthetic(out, "lra", "tasks=[listops]", "models=[metala]", *LISTOPS, curves=True),
 }
 
 

@@ -94,3 +94,17 @@ def test_documented_drops_of_selective_copying() -> None:
     of = [(sum(many > 0 for many in falls[model]), len(falls[model])) for model in ("metala", "gla")]
     assert [int(number) for number in match.groups()] == [*of[0], *of[1]]
     assert not any(falls["elsewhere"])
+
+
+def test_listops_of_long_range_arena() -> None:
+    (run,) = lines("lra")
+    section = PAGE.index("MetaLA, causal: **")
+    header, values = (
+        re.findall(r"[\d.]+", row)
+        for row in re.findall(r"^\| (?:epoch|validation) .*", PAGE[section:], re.MULTILINE)[:2]
+    )
+    every = run["epochs"] // len(run["history"])
+    shown = {int(epoch): value for epoch, value in zip(header[1:], values, strict=True)}
+    assert shown == {epoch: f"{100 * run['history'][epoch // every - 1]:.1f}" for epoch in shown}
+    assert f"**{100 * run['accuracy']:.1f} %**" in PAGE
+    assert f"{run['scored_epoch']} of {run['epochs']}" in PAGE
