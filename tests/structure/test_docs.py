@@ -26,7 +26,7 @@ HISTORY = {ROOT / "CHANGELOG.md", ROOT / "docs" / "dev_log.md"}
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - HISTORY)
 CONFIGS = sorted((ROOT / "configs").rglob("*.yml"))
 TOP = ("configs", "data", "docs", "megatron_lite", "models", "tests", "tools")
-EXPERIMENTS = ("mqar", "mad", "listops", "lra")
+EXPERIMENTS = ("mqar", "mad", "lra")
 # Files of the reader, and one of GPT-NeoX.
 NOT_HERE = {"models/mixers/decayed.py", "configs/NAME.yml", "tools/datasets/preprocess_data.py"}
 LAUNCHER_OPTIONS = {

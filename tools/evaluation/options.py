@@ -38,7 +38,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
         type=words,
         default=[],
         metavar="A,B",
-        help="superglue, commonsense, needle, ruler, or a YAML file; mqar, mad, listops, lra (no checkpoint: "
+        help="superglue, commonsense, needle, ruler, or a YAML file; mqar, mad, lra (no checkpoint: "
         "--suite mqar --help)",
     )
     suites.add_argument(
@@ -169,7 +169,11 @@ def evaluation_parser() -> argparse.ArgumentParser:
         " the seed of needles and RULER",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
-    parser.add_argument("--dtype", default="auto", help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32; of a Hugging Face model that of its weights)",
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -186,7 +190,7 @@ def parse_evaluation(arguments: Sequence[str]) -> argparse.Namespace:
     """
     joined: list[str] = []
     for word in arguments:
-        is_number = re.fullmatch(r"[\d,]+", word) is not None
+        is_number = re.fullmatch(r"[\d,][\d,.]*", word) is not None
         if is_number and len(joined) > 1 and joined[-2] in ("--lengths", "--depths"):
             joined[-1] += f",{word}"
             continue
@@ -258,5 +262,6 @@ EPILOG = """examples:
 An interrupted evaluation resumes with the same command.
 Bits per byte = nats / ln 2 / bytes of UTF-8: it compares models with different tokenizers, and with
 compressors (gzip -9 reaches about 1.6 on Python source code). Every token counts once, also the ends of documents.
-The scores are added to results.json in the run's folder; `python -m tools.plot RUN --html` shows them.
+Without --limit the scores are added to results.json in the run's folder; `python -m tools.plot RUN --html` shows
+them.
 docs/guide/evaluation.md has the details."""

@@ -1,4 +1,4 @@
-"""`python eval.py --suite mqar`, `--suite mad`, `--suite listops` and `--suite lra`."""
+"""`python eval.py --suite mqar`, `--suite mad` and `--suite lra`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # --help answers at once
 
     Sweeps = list[list[Run]]
 
-NAMES = ("mqar", "mad", "listops", "lra")
+NAMES = ("mqar", "mad", "lra")
 
 EPILOG = """\
 examples:
@@ -30,7 +30,7 @@ examples:
   python eval.py --suite mqar tasks=[64x4] models=[metala] widths=[64] epochs=8 devices=[cpu] data.train_examples=20000
   python eval.py --suite mad models=[metala]               six tasks, 66 settings, six runs per setting
   python eval.py --suite mad tasks=[memorization,compression/baseline]
-  python eval.py --suite listops                           nested operations on digits, 2000 tokens, ten classes
+  python eval.py --suite lra tasks=[listops]               nested operations on digits, 2000 tokens, ten classes
   python eval.py --suite lra tasks=[text,image] models=[metala,lion_s]        Long Range Arena
   python eval.py --suite mqar --report                     tables and figures of the finished runs
 
@@ -176,10 +176,7 @@ def _report(experiment: Experiment, grouped: Sweeps, results: Results) -> None:
     target = results.path.with_suffix(".md")
     write_text(target, text)
     written = [results.path, target, results.path.with_suffix(".png")]
-    if experiment.suite == "listops":
-        draw_curves(experiment, grouped, results, written[-1])
-    else:
-        draw_results(experiment, cells, written[-1])
+    draw_results(experiment, cells, written[-1])
     if experiment.suite in ("mqar", "lra"):
         written.append(results.path.with_name("learning_curves.png"))
         draw_curves(experiment, grouped, results, written[-1])
@@ -234,7 +231,7 @@ def _parser(suite: str) -> argparse.ArgumentParser:
     parser = command_line(
         f"python eval.py --suite {suite}",
         "Train small models on generated tasks to measure what their mixers store and retrieve. mqar: "
-        "multi-query associative recall. mad: six tasks of token manipulation. listops: nested operations on digits. "
+        "multi-query associative recall. mad: six tasks of token manipulation. "
         "lra: the six tasks of Long Range Arena.",
         EPILOG,
     )

@@ -21,7 +21,6 @@ from .classification import TASKS, check_task
 
 FOLDER = CONFIGS / "experiments"
 
-_CLASSIFYING = ("listops", "lra")
 Positive = Annotated[int, Field(ge=1)]
 FromZero = Annotated[float, Field(ge=0)]
 
@@ -93,7 +92,7 @@ class Paper(_Section):
 class Experiment(_Section):
     """Hold an experiment file; configs/experiments/*.yml explain each key."""
 
-    suite: Literal["mqar", "mad", "listops", "lra"]
+    suite: Literal["mqar", "mad", "lra"]
     title: str
     output: Path
     tasks: tuple[str, ...]
@@ -139,7 +138,7 @@ class Experiment(_Section):
     @property
     def classifies(self) -> bool:
         """Return whether the tasks classify whole sequences, with a validation set apart from the test."""
-        return self.suite in _CLASSIFYING
+        return self.suite == "lra"
 
     def of_task(self, name: str) -> Experiment:
         """Return the experiment with the settings of one task."""
@@ -194,7 +193,7 @@ class Run:
     @property
     def classifies(self) -> bool:
         """Return whether the task classifies whole sequences."""
-        return self.suite in _CLASSIFYING
+        return self.suite == "lra"
 
     @cached_property
     def id(self) -> str:
@@ -332,8 +331,6 @@ def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict
             raise ValueError(f"tasks: {name!r}: allowed is LENGTHxPAIRS, for example 256x16")
         return [(name, int(length), {**experiment.data, "pairs": int(pairs)})]
     if experiment.classifies:
-        if experiment.suite == "listops" and name != "listops":
-            raise ValueError(f"tasks: {name!r} is unknown; the only task of the suite listops is listops")
         check_task(name)
         data = dict(experiment.data)
         if "length" not in data:

@@ -170,13 +170,10 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
                     ["model", *(f"d = {w}" for w in columns)], _mqar_rows(experiment, task, of_task, columns)
                 )
             )
-    elif experiment.suite == "listops":
-        parts.append(f"Test accuracy in percent, ten classes, {_SCORED[experiment.scored]}.")
-        rows = [[_labelled(cells, model, width), cell.text()] for (_, model, width), cell in cells.items()]
-        parts.append(markdown_table(["model", "accuracy"], rows))
     else:
         tasks = _columns(experiment, cells)
-        parts.append(f"{_CAPTIONS[experiment.suite].capitalize()}.")
+        scored = f", {_SCORED[experiment.scored]}" if experiment.suite == "lra" else ""
+        parts.append(f"{_CAPTIONS[experiment.suite].capitalize()}{scored}.")
         rows = [
             [_labelled(cells, model, width), *(_text(cells.get((task, model, width))) for task in tasks)]
             for model, width in dict.fromkeys((model, width) for _, model, width in cells)

@@ -146,16 +146,16 @@ def test_invalid_arguments_are_refused_in_one_line(words: list[str], capsys: pyt
         ("mqar", "data.test_examples=0", "data.test_examples = 0: whole number >= 1 is allowed"),
         ("mqar", "data.train_examples=null", "data.train_examples = null: whole number >= 1 is allowed"),
         ("mad", "mad.compression.baseline.copied=3", "tasks: compression: compression() got an unexpected"),
-        ("listops", "data.vocabulary=32", "tasks: listops: vocabulary = 32: this task needs 16"),
-        ("listops", "data.validation_examples=0.5", "data.validation_examples = 0.5: whole number >= 1"),
-        ("listops", "data.test_examples=.inf", "data.test_examples = Infinity: whole number >= 1"),
+        ("lra", "settings.listops.data.vocabulary=32", "tasks: listops: vocabulary = 32: this task needs 16"),
+        ("lra", "settings.listops.data.validation_examples=0.5", "data.validation_examples = 0.5: whole number >= 1"),
+        ("lra", "settings.listops.data.test_examples=.inf", "data.test_examples = Infinity: whole number >= 1"),
     ],
 )
 def test_data_that_cannot_be_generated_are_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], suite: str, words: str, message: str
 ) -> None:
     small = "batch_size={8: 64}" if suite == "mqar" else "batch_size=64"
-    tasks = {"mqar": "tasks=[8x2]", "mad": "tasks=[compression]", "listops": "tasks=[listops]"}[suite]
+    tasks = {"mqar": "tasks=[8x2]", "mad": "tasks=[compression]", "lra": "tasks=[listops]"}[suite]
     command = ["--suite", suite, tasks, "models=[metala]", small, words, f"output={tmp_path / 'out'}"]
     for flag in ([], ["--dry-run"]):
         assert evaluation.main([*command, *flag]) == 2
@@ -351,9 +351,10 @@ def test_training_curves_show_the_best_runs(
 @pytest.mark.parametrize(
     ("scored", "words"), [("last", "the last epoch"), ("best_validation", "the epoch of best validation accuracy")]
 )
-def test_caption_of_listops_names_the_scored_epoch(scored: str, words: str) -> None:
+def test_caption_of_long_range_arena_names_the_scored_epoch(scored: str, words: str) -> None:
     cells = {("listops", "metala", 32): Cell(50.0, None, 1e-3, True)}
-    assert f"ten classes, after {words}." in markdown(load_experiment("listops", [f"scored={scored}"]), cells)
+    page = markdown(load_experiment("lra", ["tasks=[listops]", f"scored={scored}"]), cells)
+    assert f"learning rate, after {words}." in page
 
 
 def test_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None:
