@@ -317,7 +317,7 @@ class IndexedTokens:
             wrong = int(((tokens < 0) | (tokens >= self.vocab_size)).argmax())
             raise DamagedDataError(
                 f"{bin_path(self.prefix)} is damaged at byte {start + wrong * self.dtype.itemsize:,}, or was written with"
-                f" another tokenizer: it holds token {int(tokens[wrong]):,}, and the model has {self.vocab_size:,} rows. Compare"
+                f" another tokenizer: it holds token {int(tokens[wrong]):,}; ids below {self.vocab_size:,} are allowed. Compare"
                 f" it with its checksum: python -m tools.inspect_data {self.prefix} --verify"
             )
         return tokens

@@ -162,6 +162,8 @@ class SentencePieceTokenizer:
         return self._model.decode([int(i) for i in ids])
 
     def piece(self, id: int) -> str:
+        if self._model.is_byte(int(id)):
+            return self.decode([id])
         return self._model.id_to_piece(int(id)).replace(SPACE_MARK, " ")
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:

@@ -88,8 +88,8 @@ def read_blocks(files: Sequence[SourceFile], checksum: Checksum | None = None) -
 def parse_block(block: Block, text_key: str = "text", source_key: str = SOURCE_KEY) -> Parsed:
     """Return the documents of a block. text_key: key or column of the text. source_key: of the source, with dots.
 
-    Raises ValueError if no line of the block has ``text_key``, and lists the keys that exist. Single lines that do not parse
-    are returned in ``broken``. Lone surrogates, which UTF-8 cannot encode, become U+FFFD.
+    Raises ValueError if a file of columns has no ``text_key``, and lists the columns that exist. Lines that do not parse or
+    have no ``text_key`` are returned in ``broken``. Lone surrogates, which UTF-8 cannot encode, become U+FFFD.
     """
     parsed = Parsed()
     if block.file.format == "python":
@@ -159,11 +159,11 @@ def decompressed(path: Path, checksum: Checksum | None = None) -> Iterator[tuple
                 checksum.update(chunk)
             while chunk:
                 if stream.eof:
-                    stream, fed = _decompressor(suffix), False
                     # gzip files may be padded with zeros after the last member.
                     chunk = chunk.lstrip(b"\0")
                     if not chunk:
                         break
+                    stream, fed = _decompressor(suffix), False
                 try:
                     out = stream.decompress(chunk)
                 except Exception as error:
@@ -306,8 +306,6 @@ def _add_rows(
 
 
 def _parse_lines(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
-    keys_seen: Counter[str] = Counter()
-    first_without_key = 0
     unit = "row" if block.file.format == "named dataset" else "line"
     for number, line in enumerate(block.lines, block.first):
         if not line.strip():
@@ -328,23 +326,18 @@ def _parse_lines(block: Block, text_key: str, source_key: str, parsed: Parsed) -
         if not isinstance(record, dict):
             parsed.broken.append(f"{where}: holds {_json_name(record)}, not an object")
         elif text_key not in record:
-            keys_seen.update(record.keys())
-            first_without_key = first_without_key or number
-            parsed.broken.append(f"{where}: no key {text_key!r}; its keys are {', '.join(record) or 'none'}")
+            parsed.broken.append(_wrong_key(where, text_key, list(record)))
         elif not isinstance(record[text_key], str):
             parsed.broken.append(f"{where}: {text_key!r} holds {_json_name(record[text_key])}, not a text")
         else:
             source = _source(record, source_key)
             _add(Document(record[text_key], block.file.path, number, source=source), parsed)
-    if first_without_key and not parsed.documents and not parsed.skipped:
-        keys = [key for key, _ in keys_seen.most_common(20)]
-        raise ValueError(_wrong_key(f"{block.file.path} {unit} {first_without_key}", text_key, keys))
 
 
 def _source(record: Any, key: str) -> str | None:
     for name in key.split("."):
         record = record.get(name) if isinstance(record, dict) else None
-    return record if isinstance(record, str) else None
+    return _encodable(record) if isinstance(record, str) else None
 
 
 def _parse_python(file: SourceFile, parsed: Parsed) -> None:
@@ -376,12 +369,18 @@ def _add(document: Document, parsed: Parsed) -> None:
     if not text or text.isspace():
         parsed.skipped["empty"] += 1
         return
+    if (encodable := _encodable(text)) is not text:
+        document = replace(document, text=encodable)
+    parsed.documents.append(document)
+
+
+def _encodable(text: str) -> str:
+    """Return the text with U+FFFD in place of each lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        document = replace(document, text=text)
-    parsed.documents.append(document)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _wrong_key(where: str, text_key: str, keys: Sequence[str]) -> str:

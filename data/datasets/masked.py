@@ -63,6 +63,7 @@ class MaskedDataset:
         if layout not in LAYOUTS:
             raise ValueError(f"layout {layout!r} of masked samples is unknown; allowed: {', '.join(LAYOUTS)}")
         self.file = IndexedTokens(prefix)
+        self.file.vocab_size = tokenizer.vocab_size
         self.masking = masking
         self.sequence_length, self.seed, self.reset_at_documents = sequence_length, seed, reset_at_documents
         self.sources: list[str] = []

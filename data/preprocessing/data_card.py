@@ -55,8 +55,8 @@ def _write_data_card(prefix: Path, manifest: Mapping[str, Any], licences: Mappin
         "| source | licence | documents | tokens | share of tokens | bytes per token |",
         "|---|---|---:|---:|---:|---:|",
         *(
-            f"| {name} | {licences.get(name, 'not given')} | {count:,} | {length:,} | {length / manifest['tokens']:.1%} |"
-            f" {size / max(1, length):.3f} |"
+            f"| {_cell(name)} | {_cell(licences.get(name, 'not given'))} | {count:,} | {length:,} |"
+            f" {length / manifest['tokens']:.1%} | {size / max(1, length):.3f} |"
             for name, count, length, size in rows
         ),
         "",
@@ -66,15 +66,20 @@ def _write_data_card(prefix: Path, manifest: Mapping[str, Any], licences: Mappin
         "",
         "| reason | documents |",
         "|---|---:|",
-        *(f"| {reason} | {count:,} |" for reason, count in manifest["skipped"].items()),
+        *(f"| {_cell(reason)} | {count:,} |" for reason, count in manifest["skipped"].items()),
         "",
         "## Settings",
         "",
         "| setting | value |",
         "|---|---|",
-        *(f"| {name} | {value} |" for name, value in manifest.get("settings", {}).items()),
+        *(f"| {name} | {_cell(value)} |" for name, value in manifest.get("settings", {}).items()),
         f"| input files | {manifest['files']:,} |",
     ]
     card = data_card_path(prefix)
     write_text(card, "\n".join(lines) + "\n")
     return card
+
+
+def _cell(value: Any) -> str:
+    """Return a value as text that stays in one cell of a Markdown table."""
+    return " ".join(str(value).split()).replace("|", "\\|")

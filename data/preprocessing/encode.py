@@ -48,6 +48,10 @@ class PreprocessingSettings:
     def __post_init__(self) -> None:
         if not self.keys:
             raise ValueError("no text key: set at least one (--jsonl-keys)")
+        if named := [key for key in self.keys if "/" in key]:
+            raise ValueError(
+                f"--jsonl-keys {named[0]}: the key names an output file, so it must not hold a slash; rename the key in the input"
+            )
         if self.split and (len(self.split) > 3 or not (min(self.split) >= 0 and 0 < sum(self.split) < math.inf)):
             raise ValueError(f"split {self.split} must be up to three shares, train,validation,test, such as 98,1,1")
         if self.ftfy:

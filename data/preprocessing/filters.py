@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..corpus.document_sources import UNKNOWN
 from ..corpus.ngrams import ngram_hashes
 from ..corpus.readers import Document
 
@@ -64,8 +65,8 @@ def document_filter(filters: Filters) -> Callable[[Document], str | None]:
 
     def reason(document: Document) -> str | None:
         text = document.text
-        if document.source in filters.exclude_sources:
-            return excluded(document.source)
+        if (source := document.source or UNKNOWN) in filters.exclude_sources:
+            return excluded(source)
         if filters.languages and _identifier().classify(text[:_LANGUAGE_SAMPLE])[0] not in filters.languages:
             return "language"
         return quality_problem(text) if filters.quality else None
@@ -73,7 +74,7 @@ def document_filter(filters: Filters) -> Callable[[Document], str | None]:
     return reason
 
 
-def excluded(source: str | None) -> str:
+def excluded(source: str) -> str:
     """Return the reason under which documents of an excluded source are counted."""
     return f"source {source}"
 

@@ -189,7 +189,10 @@ def _write_parts(
                 if part is None:
                     part = Shard(parts, file, numbers[file], settings, token_dtype(tokenizer.vocab_size))
                 if block is not None and outcomes is not None:
+                    broken: set[str] = set()  # a line that no key can read is counted once
                     for key, outcome in enumerate(_result(outcomes, block)):
+                        outcome.broken = [line for line in outcome.broken if line not in broken]
+                        broken.update(outcome.broken)
                         counts.add(outcome.skipped, len(outcome.broken), len(outcome.lengths), outcome.broken)
                         part.add(key, outcome, duplicates)
                         speed.documents += len(outcome.lengths)
@@ -246,7 +249,7 @@ class _Counts:
         previous, allowed = self.broken, self.settings.max_broken
         self.broken += broken
         self.empty += skipped["empty"]
-        self.documents += documents + skipped["empty"]
+        self.documents += documents + skipped.total()
         if self.broken > allowed:
             raise ValueError(
                 f"{messages[allowed - previous]} (broken lines allowed: {allowed}). Repair the file, or skip broken lines with"

@@ -40,7 +40,7 @@ def run(path: Path, *more: str) -> int:
             "a.jsonl line 501: JSON beyond the limits of Python: ",
         ),
         ("a.jsonl", LINES + b'{"text": %s}\n' % (b"[" * 99999), "a.jsonl line 501: JSON beyond the limits of Python: "),
-        ("a.jsonl", LINES + b'{"url": "a"}\n', "a.jsonl line 501: no key 'text'; its keys are url"),
+        ("a.jsonl", LINES + b'{"url": "a"}\n', "a.jsonl line 501: no key 'text'; the keys there are url"),
         ("a.jsonl", LINES.replace(b'"text"', b'"body"'), "a.jsonl line 1: no key 'text'; the keys there are body"),
     ],
 )

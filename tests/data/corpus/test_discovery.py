@@ -79,6 +79,15 @@ def test_several_members_are_one_stream(tmp_path):
         assert [d.text for d in read(path)] == ["a", "b", "c"]
 
 
+def test_padding_with_zeros_may_be_longer_than_a_read(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(lines("a")) + bytes(600_000))
+    assert [d.text for d in read(path)] == ["a"]
+    path.write_bytes(bytes(600_000))
+    with pytest.raises(ValueError, match=r"x\.jsonl\.gz is damaged: no gzip data from byte 0 on"):
+        read(path)
+
+
 @pytest.mark.parametrize("block_bytes", [8, 64, 1 << 20])
 def test_blocks_of_any_size_end_at_line_ends(tmp_path, monkeypatch, block_bytes):
     texts = ["x" * n for n in (1, 300, 2, 50, 70, 1, 1)]
@@ -118,7 +127,7 @@ def test_a_file_that_is_not_compressed_as_its_name_says(tmp_path, packed):
         (b'["a"]', r"x\.jsonl line 2: holds a list, not an object"),
         (b'{"text": null}', r"x\.jsonl line 2: 'text' holds null, not a text"),
         (b'{"text": 3}', r"x\.jsonl line 2: 'text' holds a number"),
-        (b'{"url": "u"}', r"x\.jsonl line 2: no key 'text'; its keys are url"),
+        (b'{"url": "u"}', r"x\.jsonl line 2: no key 'text'; the keys there are url"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, line, message):
@@ -161,6 +170,8 @@ def test_lone_surrogates_become_replacement_characters(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a\\ud83d b \\ud83d\\ude00"}\n')
     assert [d.text for d in read(path)] == ["a\ufffd b \U0001f600"]
+    path.write_text('{"text": "a", "meta": {"pile_set_name": "s\\ud83d"}}\n')
+    assert [d.source for d in read(path)] == ["s\ufffd"]
 
 
 def test_text_that_is_not_utf8(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.checksum import DamagedDataError
 from data.corpus.document_sources import SourceTable, write_sources
 from data.datasets.masked import MaskedDataset
 from data.datasets.masking import IGNORED_LABEL, Masking, masking_for, word_continuations, word_numbers
@@ -91,7 +92,23 @@ def test_words_of_sentencepiece_and_bytes(sentencepiece):
         assert "async" in words
         assert "return" in words
         assert not [word for word in words if " " in word]
-    assert "naïve" in words, "of bytes that are parts of one letter"
+        assert "naïve_name" in words or "naïve" in words, "bytes that are parts of one letter continue a word"
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("samples", [None, 4])
+def test_id_outside_the_vocabulary_is_named(tmp_path, layout, samples):
+    with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        writer.add_document(np.array([1, 2, 300, 4, 256]))
+    tokenizer = load_tokenizer("bytes")
+    with pytest.raises(DamagedDataError, match=r"x\.bin is damaged at byte 4, .*token 300; ids below 257 are allowed"):
+        list(
+            batches(
+                dataset(tmp_path / "x", tokenizer, sequence_length=4, num_samples=samples, layout=layout),
+                global_batch_size=1,
+                micro_batch_size=1,
+            )
+        )
 
 
 def test_rates_that_cannot_be(tokenizer):

@@ -127,6 +127,20 @@ def test_excluded_sources_are_left_out_and_must_occur(tmp_path, inline, capsys):
     )
 
 
+def test_documents_without_a_source_can_be_excluded(tmp_path, inline):
+    path = write(tmp_path / "x.jsonl", [{"text": "a", "meta": {"pile_set_name": "a"}}, {"text": "b"}])
+    recipe = PreprocessingSettings("bytes", filters=Filters(exclude_sources=("other",)))
+    manifest = preprocess(source_files(path), tmp_path / "out", recipe, progress=False)["text"]
+    assert (manifest["sources"], manifest["skipped"]) == (["a"], {"source other": 1})
+
+
+def test_source_names_stay_in_their_cells_of_the_card(tmp_path, inline):
+    path = write(tmp_path / "x.jsonl", [{"text": "a", "meta": {"pile_set_name": "a | b\nc"}}])
+    words = ["--input", str(path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out"), "--data-card"]
+    assert main(words) == 0
+    assert "\n| a \\| b c | not given | 1 |" in (tmp_path / "out_text_document.md").read_text()
+
+
 def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
     records = [{"text": f"{PROSE} {n} " * 4, "meta": {"pile_set_name": "ab"[n % 2]}} for n in range(4)]
     records += [{"text": " ".join(text_of(4))}, {"text": "kurz"}, records[0]]

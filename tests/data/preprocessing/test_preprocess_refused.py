@@ -13,6 +13,7 @@ from data.manifest import read_manifest
 from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.pipeline import preprocess
 from data.tokenizer import load_tokenizer
+from tests.data.inline_pool import Inline
 from tests.data.preprocessing.test_preprocess_data import decoded, write
 from tools.preprocess_data import main
 
@@ -49,6 +50,7 @@ def test_broken_lines_stop_the_job_or_are_counted(tmp_path, inline):
     [
         ({"--input": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
         ({"--jsonl-keys": "content"}, "line 1: no key 'content'; the keys there are text"),
+        ({"--jsonl-keys": "a/b"}, "--jsonl-keys a/b: the key names an output file, so it must not hold a slash"),
         ({"--tokenizer-type": "hf"}, "a tokenizer of type 'hf' needs a path"),
         ({"--split": "a,b"}, "--split 'a,b' must be numbers"),
         ({"--split": "1,2,3,4"}, "must be up to three shares"),
@@ -119,6 +121,38 @@ def test_many_empty_documents_stop_the_job(tmp_path, inline):
         source_files(path), tmp_path / "out", PreprocessingSettings("bytes", max_empty=0.8), progress=False
     )["text"]
     assert manifest["skipped"] == {"empty": 15}
+
+
+def test_share_of_empty_documents_is_of_all_documents(tmp_path, inline):
+    """Count documents that are too short, and repeats, also after a kill."""
+    short = write(tmp_path / "x.jsonl", [{"text": text} for text in ["long text"] * 2 + ["a"] * 8 + [""] * 4])
+    recipe = PreprocessingSettings("bytes", min_characters=5)
+    manifest = preprocess(source_files(short), tmp_path / "out", recipe, progress=False)["text"]
+    assert manifest["skipped"] == {"empty": 4, "short": 8}
+    repeats = [write(tmp_path / f"{n}.jsonl", [{"text": "a"}] * 8 + [{"text": ""}] * 4) for n in (1, 2)]
+    recipe = PreprocessingSettings("bytes", deduplicate=True)
+    Inline.stop_at = "2.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(source_files(repeats), tmp_path / "again", recipe, progress=False)
+    Inline.stop_at = None
+    manifest = preprocess(source_files(repeats), tmp_path / "again", recipe, progress=False)["text"]
+    assert manifest["skipped"] == {"empty": 8, "repeat": 15}
+
+
+def test_line_that_no_key_can_read_counts_once(tmp_path, inline):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a", "title": "t"}\nnonsense\n{"text": "b"}\n')
+    recipe = PreprocessingSettings("bytes", keys=("text", "title"), max_broken=2)
+    manifests = preprocess(source_files(path), tmp_path / "out", recipe, progress=False)
+    assert [manifest["skipped"] for manifest in manifests.values()] == [{"broken": 2}] * 2
+
+
+def test_file_without_the_key_counts_as_broken_lines(tmp_path, inline):
+    write(tmp_path / "a.jsonl", [{"text": "a"}])
+    write(tmp_path / "b.jsonl", [{"title": "b"}])
+    recipe = PreprocessingSettings("bytes", max_broken=1)
+    manifest = preprocess(source_files(tmp_path), tmp_path / "out", recipe, progress=False)["text"]
+    assert manifest["skipped"] == {"broken": 1}
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
