@@ -19,6 +19,7 @@ from .fp8_schema import fp8_problems
 from .image_schema import tokens_per_image
 from .optimizer_schema import muon_conflict
 from .schema import CheckpointConfig, Config, RunConfig
+from .section import without_effect
 
 DERIVED_KEYS: tuple[tuple[str, str], ...] = (
     ("run", "directory"),
@@ -115,9 +116,12 @@ def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPa
 def problems_of(config: Config[Any]) -> Iterator[Problem]:
     """Yield the combinations of valid values that cannot run."""
     schedule, checkpoint = config.schedule, config.checkpoint
+    limit, budget = f"at most schedule.train_steps = {schedule.train_steps} is allowed", schedule.time_budget_minutes
+    if budget is not None:
+        limit += f", which schedule.time_budget_minutes = {budget:g} lowers to the speed of the machine"
     if schedule.warmup_steps > schedule.train_steps:
-        text = f"= {schedule.warmup_steps}: at most schedule.train_steps = {schedule.train_steps} is allowed"
-        yield Problem(("schedule", "warmup_steps"), text)
+        adapts = "" if budget is None else "; schedule.warmup_fraction adapts to it"
+        yield Problem(("schedule", "warmup_steps"), f"= {schedule.warmup_steps}: {limit}{adapts}")
     elif schedule.warmup_steps > schedule.decay_steps:
         text = f"= {schedule.decay_steps}: at least schedule.warmup_steps = {schedule.warmup_steps} is allowed"
         yield Problem(("schedule", "decay_steps"), text)
@@ -132,8 +136,7 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
         )
         yield Problem(("schedule", "wsd_decay_fraction"), text)
     if late := [step for step in checkpoint.extra_steps if step > schedule.train_steps]:
-        text = f"holds {', '.join(map(str, late))}: at most schedule.train_steps = {schedule.train_steps} is allowed"
-        yield Problem(("checkpoint", "extra_steps"), text)
+        yield Problem(("checkpoint", "extra_steps"), f"holds {', '.join(map(str, late))}: {limit}")
     yield from _layout_problems(config)
     if config.precision.dtype == "fp16" and config.run.device == "cpu":
         text = "= fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed"
@@ -141,6 +144,12 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     conflict = muon_conflict(config.precision.dtype, config.parallel.zero_stage)
     if config.optimizer.name == "muon" and conflict:
         yield Problem(("optimizer", "name"), f"= muon {conflict}")
+    if config.optimizer.name == "adamw":
+        unused = without_effect(config.optimizer.muon, ("optimizer", "muon"), "optimizer.name = muon")
+        yield from itertools.starmap(Problem, unused)
+    if config.precision.dtype != "fp16":
+        unused = without_effect(config.precision.fp16, ("precision", "fp16"), "precision.dtype = fp16")
+        yield from itertools.starmap(Problem, unused)
     if config.precision.optimizer_state == "bf16" and config.precision.dtype != "bf16":
         text = f"= bf16 with precision.dtype = {config.precision.dtype}: fp32 is allowed, or set precision.dtype=bf16"
         yield Problem(("precision", "optimizer_state"), text)

@@ -8,6 +8,7 @@ from typing import Any
 from .files import KeyPath
 from .image_schema import image_problems
 from .schema import BatchConfig, Config, DataConfig
+from .section import without_effect
 
 
 def data_problems(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -97,6 +98,8 @@ def _ramp(batch: BatchConfig) -> Iterator[tuple[KeyPath, str]]:
 
 def _samples(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
     data = config.data
+    if data.objective == "causal":
+        yield from without_effect(data.masked, ("data", "masked"), "data.objective = masked")
     if hasattr(config.model, "bidirectional_mixers"):
         bidirectional, mixers = config.model.bidirectional_mixers(), ", ".join(dict.fromkeys(config.model.mixers))
         if data.objective == "causal" and bidirectional:

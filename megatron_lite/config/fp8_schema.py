@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_lite.config.section import Section
+from megatron_lite.config.section import Section, without_effect
 
 
 class Fp8Config(Section):
@@ -31,6 +31,7 @@ def fp8_problems(config: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (key, problem) of the section in combination with the other sections."""
     fp8, parallel, key = config.precision.fp8, config.parallel, ("precision", "fp8")
     if fp8.recipe == "none":
+        yield from without_effect(fp8, key, "precision.fp8.recipe = rowwise")
         return
     if config.precision.dtype == "fp16":
         text = f"= {fp8.recipe} with precision.dtype = fp16: bf16 is allowed; set precision.dtype=bf16, or recipe=none"

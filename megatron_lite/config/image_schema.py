@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_lite.config.section import Fraction, Section, Text
+from megatron_lite.config.section import Fraction, Section, Text, changed_keys, without_effect
 
 Problems = Iterator[tuple[tuple[str, ...], str]]
 _OBJECTIVE = ("data", "objective")
@@ -94,11 +95,6 @@ def tokens_per_image(model: Mapping[str, Any]) -> int | None:
     return (size // patch) ** 2 + (model.get("pooling") == "class_token")
 
 
-def _changed(section: Section) -> list[str]:
-    """Return the keys of a section that differ from their defaults."""
-    return [key for key, field in type(section).model_fields.items() if getattr(section, key) != field.default]
-
-
 def image_problems(config: Any) -> Problems:
     """Yield (key, problem) of the combinations that concern image classifiers."""
     data, model = config.data, config.model
@@ -109,11 +105,11 @@ def image_problems(config: Any) -> Problems:
                 _OBJECTIVE,
                 f"= {data.objective}: model.image_size = {size} makes an image classifier; set classification",
             )
-        for path, section in ((("data", "images"), data.images), (("classification",), config.classification)):
-            for key in _changed(section):
-                yield (*path, key), "requires data.objective = classification; set it, or remove this key"
+        yield from without_effect(data.images, ("data", "images"), "data.objective = classification")
+        yield from without_effect(config.classification, ("classification",), "data.objective = classification")
         return
-    teaching = [key for key in _changed(config.classification) if key in _OF_TEACHER]
+    changed = [path[-1] for path, _ in changed_keys(config.classification, ("classification",))]
+    teaching = [key for key in changed if key in _OF_TEACHER]
     if config.classification.teacher is None:
         for key in teaching:
             yield ("classification", key), "requires classification.teacher: name one, or remove this key"
@@ -126,9 +122,10 @@ def image_problems(config: Any) -> Problems:
     if data.images.train is None:
         text = "is missing: name Parquet files with images, or a folder with one folder of images per class"
         yield ("data", "images", "train"), text
-    for key in ("corpus", "train", "validation", "test"):
-        if getattr(data, key) is not None:
-            yield ("data", key), f"is text, and data.objective = classification reads data.images.{key}; set it to null"
+    for path, value in changed_keys(data, ("data",)):
+        if path[1] not in ("objective", "images", "cache_directory"):
+            text = f"= {json.dumps(value)} is for text, and data.objective = classification reads data.images: set it to null"
+            yield path, text
     tokens, length = getattr(model, "tokens_per_image", 0), config.batch.sequence_length
     if size is not None and length != tokens:
         text = f"= {length}: an image of model.image_size = {size} has {tokens} tokens; leave the key out"

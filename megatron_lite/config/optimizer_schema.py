@@ -12,7 +12,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class MuonConfig(Section):
-    """Muon's update of the matrices inside the blocks; unused with `name: adamw`."""
+    """Muon's update of the matrices inside the blocks, with `name: muon`."""
 
     momentum: Decay = Field(default=0.95, description="Decay rate of the momentum.")
     nesterov: bool = Field(default=True, description="Nesterov momentum.")

@@ -154,7 +154,8 @@ class ScheduleConfig(Section):
         None,
         gt=0,
         description="Lower `train_steps` to the steps that this machine completes in this many minutes. The speed is measured on "
-        "the first batches before a new run. Resumes keep the number of steps.",
+        "the first batches before a new run. Resumes keep the number of steps. `warmup_steps` and `decay_steps` do not change "
+        "if they are set.",
     )
     warmup_steps: Steps = Field(
         default=0,
@@ -176,8 +177,9 @@ class ActivationCheckpointingConfig(Section):
 
     mode: Literal["none", "elementwise", "selective", "full"] = Field(
         default="none",
-        description="elementwise: recompute norms, activations, gates and short convolutions; selective: recompute everything "
-        "except matmuls, per block; full: recompute whole blocks.",
+        description="elementwise: recompute norms, activations, gates and short convolutions (with `compile`, which decides "
+        "about these itself, only the chunk states of the GLA kernels); selective: recompute everything except matmuls, per "
+        "block; full: recompute whole blocks.",
     )
     every: int = Field(default=1, ge=1, description="Apply `mode` to every n-th block only.")
     others: Literal["none", "elementwise"] = Field(default="none", description="Mode of the other blocks.")

@@ -5,7 +5,9 @@ Sections are frozen and refuse unknown keys. Types are strict: text is never con
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,3 +20,19 @@ class Section(BaseModel):
     """A frozen group of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def changed_keys(section: Section, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (key, value) of a section at `path`, and of the sections in it, for values that differ from the defaults."""
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if isinstance(value, Section):
+            yield from changed_keys(value, (*path, key))
+        elif value != field.default:
+            yield (*path, key), value
+
+
+def without_effect(section: Section, path: tuple[str, ...], required: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (key, problem) of `changed_keys` of a section that has an effect only with `required`, as "KEY = VALUE"."""
+    for key, value in changed_keys(section, path):
+        yield key, f"= {json.dumps(value)} requires {required}; set it, or remove this key"

@@ -41,7 +41,7 @@ class StepResult:
 
     Attributes:
         loss: sum(weight * nll) / sum(weight) over all micro-batches and data ranks, nats per token; NaN if all weights are 0.
-        gradient_norm: global L2 norm before clipping; infinite if the step was skipped for a non-finite gradient.
+        gradient_norm: global L2 norm before clipping; infinite if the step was skipped.
         skipped: the parameters did not change.
         loss_scale: 1 unless fp16.
         by_source: (sum of weight * nll, sum of weight) per source of the text; empty without `num_sources`.

@@ -296,7 +296,7 @@ class OptimizerState:
 
     @loss_scaler.setter
     def loss_scaler(self, state: Mapping[str, float]) -> None:
-        for key, value in state.items():
+        for key, value in state.items() if self._dtype == "fp16" else ():  # a checkpoint of fp16 may go on in bf16
             setattr(self._zero.loss_scaler, key, value)
 
     @property

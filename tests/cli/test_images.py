@@ -113,7 +113,7 @@ def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, ca
         ({"data.objective": "masked"}, "data.objective = masked: model.image_size = 8 makes an image classifier"),
         (
             {"data.corpus": "stdlib"},
-            "data.corpus is text, and data.objective = classification reads data.images.corpus",
+            'data.corpus = "stdlib" is for text, and data.objective = classification reads data.images',
         ),
         ({"batch.sequence_length": 9}, "batch.sequence_length = 9: an image of model.image_size = 8 has 4 tokens"),
         ({"evaluation.suites": "[superglue]"}, "evaluation.suites is for language models"),

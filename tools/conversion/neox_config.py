@@ -262,7 +262,8 @@ def _fp16(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> 
     if value.get("type") == "bfloat16":  # earlier versions of GPT-NeoX had no key bf16
         out.set("precision.dtype", "bf16")
         return
-    if not (value.get("enabled") or value.get("fp16") or given.get("precision") == "fp16"):
+    enabled = bool(value.get("enabled") or value.get("fp16"))
+    if given.get("precision", "fp16" if enabled else "fp32") != "fp16":
         return
     out.set("precision.dtype", "fp16")
     names = {"initial_scale_power": "initial_scale_power", "loss_scale_window": "scale_window"}

@@ -39,7 +39,7 @@ def training_samples(
         "cache_directory": settings.cache_directory,
     }
     if settings.objective == "masked":
-        samples: Any = MaskedDataset(
+        return MaskedDataset(
             data.train[0],
             masking_for(tokenizer, settings.masked.rate, settings.masked.whole_word),
             tokenizer,
@@ -48,12 +48,10 @@ def training_samples(
             sources=config.logging.loss_by_source,
             **common,
         )
-        samples.file.vocab_size = config.model.vocab_size
-        return samples
     packing = Packing(
         settings.reset_at_documents, settings.mask_boundaries, config.logging.loss_by_source, settings.packing
     )
-    samples = training_dataset(data.train, Shares(**settings.blend.model_dump()), packing=packing, **common)
+    samples: Any = training_dataset(data.train, Shares(**settings.blend.model_dump()), packing=packing, **common)
     for part in samples.datasets if isinstance(samples, BlendedDataset) else [samples]:
         part.file.vocab_size = config.model.vocab_size
     return samples
@@ -151,7 +149,7 @@ def _validation_samples(
 ) -> MaskedDataset | SequentialDataset:
     settings = config.data
     if settings.objective == "masked":
-        samples: MaskedDataset | SequentialDataset = MaskedDataset(
+        return MaskedDataset(
             prefix,
             masking_for(tokenizer, settings.masked.validation_rate, settings.masked.whole_word),
             tokenizer,
@@ -162,14 +160,13 @@ def _validation_samples(
             reset_at_documents=settings.reset_at_documents,
             sequences=sequences,
         )
-    else:
-        samples = SequentialDataset(
-            prefix,
-            sequence_length=config.batch.sequence_length,
-            first_token=tokenizer.end_of_document_id,
-            reset_at_documents=settings.reset_at_documents,
-            sequences=sequences,
-        )
+    samples = SequentialDataset(
+        prefix,
+        sequence_length=config.batch.sequence_length,
+        first_token=tokenizer.end_of_document_id,
+        reset_at_documents=settings.reset_at_documents,
+        sequences=sequences,
+    )
     samples.file.vocab_size = config.model.vocab_size
     return samples
 

@@ -74,6 +74,16 @@ def test_nearest_batch_sizes_are_legal() -> None:
         ),
         (("schedule.warmup_steps=101",), "schedule.warmup_steps = 101: at most schedule.train_steps = 100 is allowed"),
         (
+            ("schedule.time_budget_minutes=2", "schedule.warmup_steps=101"),
+            "schedule.warmup_steps = 101: at most schedule.train_steps = 100 is allowed, which schedule.time_budget_minutes = 2 "
+            "lowers to the speed of the machine; schedule.warmup_fraction adapts to it",
+        ),
+        (
+            ("schedule.time_budget_minutes=2", "checkpoint.extra_steps=[101]"),
+            "checkpoint.extra_steps holds 101: at most schedule.train_steps = 100 is allowed, which "
+            "schedule.time_budget_minutes = 2 lowers to the speed of the machine",
+        ),
+        (
             ("schedule.warmup_steps=50", "schedule.decay_steps=40"),
             "schedule.decay_steps = 40: at least schedule.warmup_steps = 50 is allowed",
         ),
@@ -114,6 +124,14 @@ def test_nearest_batch_sizes_are_legal() -> None:
             ("optimizer.name=muon", "parallel.zero_stage=3"),
             "optimizer.name = muon is not supported with parallel.zero_stage = 3, which cuts every matrix: 0, 1 and 2 are "
             "allowed, or optimizer.name = adamw",
+        ),
+        (
+            ("optimizer.muon.momentum=0.9",),
+            "optimizer.muon.momentum = 0.9 requires optimizer.name = muon; set it, or remove this key",
+        ),
+        (
+            ("precision.dtype=bf16", "precision.fp16.hysteresis=3"),
+            "precision.fp16.hysteresis = 3 requires precision.dtype = fp16; set it, or remove this key",
         ),
         (
             ("run.device=cpu", "precision.dtype=fp16"),

@@ -71,8 +71,10 @@ def test_large_runs_fit_every_cluster(path: Path, cluster: str, ranks: int) -> N
 def test_models_load_over_the_default_run(path: Path) -> None:
     """Load each model file over the default run: it sets every key that differs between models."""
     base, alone = base_of(path), read_sources([path]).tree["model"]
-    other = [] if base.stem == "default" or "lion" in alone["mixers"] else ["model.mixer_options.lion=null"]
-    config = load(base, path, overrides=("data.tokenizer.vocab_size=512", *other))
+    overrides = ["data.tokenizer.vocab_size=512"] if base.stem == "default" else []
+    if base.stem != "default" and "lion" not in alone["mixers"]:
+        overrides = ["model.mixer_options.lion=null"]
+    config = load(base, path, overrides=tuple(overrides))
     alone = {"vocab_size": config.model.vocab_size, **alone}
     assert config.model == ModelConfig(**{key: value for key, value in alone.items() if value is not None})
 

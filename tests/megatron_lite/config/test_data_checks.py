@@ -33,8 +33,19 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
             (*FILES, *MASKED),
             "data.train = ['a', 'b']: one file is allowed with data.objective = masked; preprocess the files together into one",
         ),
-        (("data.images.flip=0.1",), "data.images.flip requires data.objective = classification; set it, or remove"),
-        (("classification.label_smoothing=0.1",), "classification.label_smoothing requires data.objective = classif"),
+        (
+            ("data.images.flip=0.1",),
+            "data.images.flip = 0.1 requires data.objective = classification; set it, or remove",
+        ),
+        (("classification.label_smoothing=0.1",), "classification.label_smoothing = 0.1 requires data.objective = cl"),
+        (
+            ("data.masked={rate: 0.15, layout: packed}",),
+            'data.masked.layout = "packed" requires data.objective = masked; set it, or remove this key',
+        ),
+        (
+            ("precision.fp8.num_layers_at_start_in_bf16=2",),
+            "precision.fp8.num_layers_at_start_in_bf16 = 2 requires precision.fp8.recipe = rowwise; set it, or remove this key",
+        ),
         (LION, "data.objective = causal: lion sees the token that is to be predicted; set masked"),
         (
             ("data.objective=masked",),
@@ -77,6 +88,26 @@ def test_conflicting_values_are_refused(overrides: tuple[str, ...], message: str
     with pytest.raises(ConfigError) as caught:
         load_config([CONFIGS / "default.yml"], list(overrides), model_type=ModelConfig, world_size=1)
     assert [line for line in caught.value.problems if line.startswith(message)], caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.text_key=body", '"body"'),
+        ("data.validation_fraction=0.1", "0.1"),
+        ("data.reset_at_documents=true", "true"),
+        ("data.blend.weights=[1]", "[1.0]"),
+        ("data.masked.rate=0.5", "0.5"),
+        ("data.tokenizer.type=bytes", '"bytes"'),
+    ],
+)
+def test_keys_of_text_are_refused_for_images(override: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([CONFIGS / "cifar10_lion_s.yml"], [override], model_type=ModelConfig, world_size=1)
+    (line,) = caught.value.problems
+    assert line.startswith(
+        f"{override.partition('=')[0]} = {value} is for text, and data.objective = classification reads"
+    )
 
 
 def test_valid_combinations() -> None:

@@ -144,6 +144,17 @@ def test_a_checkpoint_holds_the_loss_scale(build, monkeypatch, tmp_path):
     assert given == [{"cur_scale": 64.0}]
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_of_fp16_loads_in_another_dtype(build, monkeypatch, tmp_path, dtype):
+    engine = build(model_config(), dtype=dtype)
+    loss_scaler = {"cur_scale": 65536.0, "cur_iter": 5, "last_overflow_iter": -1, "cur_hysteresis": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(OptimizerState, "loss_scaler", loss_scaler)
+        Checkpointer(engine, tmp_path).save(step=1, state={}, config_yaml="")
+    Checkpointer(engine, tmp_path).load()
+    assert getattr(engine.optimizer_state._zero, "loss_scale", 1.0) == 1.0
+
+
 def test_the_updates_are_counted_by_a_group_that_has_gradients(grid):
     """Count by groups with gradients: a pipeline stage may have a group with only a filler, which AdamW does not count."""
     adamw = SimpleNamespace(state={})
