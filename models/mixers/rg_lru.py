@@ -69,8 +69,8 @@ class RGLRU(nn.Module):
         self.decay_gate_bias = nn.Parameter(torch.zeros(width))
         self.input_gate_weight = nn.Parameter(torch.randn(heads, block, block) * block**-0.5)
         self.input_gate_bias = nn.Parameter(torch.zeros(width))
-        start = torch.empty(width).uniform_(0.9, 0.999)
-        self.decay = nn.Parameter((-start.log() / options.exponent).expm1().log())
+        rate = -torch.empty(width).uniform_(0.9, 0.999).log() / options.exponent
+        self.decay = nn.Parameter(rate + (-torch.expm1(-rate)).log())
         self.out_proj = linear(config, width, size, output=True)
         self._size, self._width, self._block = size, width, block
 

@@ -164,7 +164,7 @@ class RWKV7(nn.Module):
         )
         y = self.out_proj(self._output(o, r, k, v) * self.gate_up(self.gate_down(x_g).sigmoid()))
         result = (y, {"shift": shift, "recurrent": final}) if final is not None else y
-        width = values.shape[1:].numel() // max(y.shape[1], 1)
+        width = values.shape[1:].numel() // y.shape[1] if y.shape[1] else values.shape[2]
         return (result, values.reshape(*y.shape[:2], width)) if return_values else result
 
     def _output(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, floor, log, pi
+from math import ceil, floor, inf, log, pi
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def check_yarn(options: Any) -> None:
     """Raise ValueError for wrong settings of YaRN among the options of the attention mixer."""
     prefix = "model.mixer_options.attention."
     factor = options.yarn_factor
-    require_positive("attention", options, "yarn_beta_slow")
+    require_positive("attention", options, "yarn_beta_fast", "yarn_beta_slow")
     if not options.yarn_beta_fast > options.yarn_beta_slow:
         raise ValueError(
             f"{prefix}yarn_beta_fast = {options.yarn_beta_fast}: must be greater than yarn_beta_slow = {options.yarn_beta_slow}"
@@ -62,10 +62,10 @@ def check_yarn(options: Any) -> None:
         for key in ("yarn_original_length", "yarn_attention_factor"):
             if getattr(options, key) is not None:
                 raise ValueError(f"{prefix}{key} = {getattr(options, key)} needs yarn_factor: set it, or remove {key}")
-    elif not factor >= 1:
+    elif not 1 <= factor < inf:
         raise ValueError(
-            f"{prefix}yarn_factor = {factor}: must be at least 1; set the new length divided by yarn_original_length, or null "
-            "for no YaRN"
+            f"{prefix}yarn_factor = {factor}: must be at least 1 and finite; set the new length divided by "
+            "yarn_original_length, or null for no YaRN"
         )
     elif options.yarn_original_length is None:
         raise ValueError(

@@ -40,7 +40,7 @@ def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm:
         monkeypatch.setattr("models.operators.metala.supports_triton", lambda *_, **__: True)
         monkeypatch.setattr("models.kernels.gla.gla._DTYPES", (torch.float32,))
     inner = metala_core.metala_core
-    monkeypatch.setattr(metala_core, "metala_core", lambda *of: taken.append(1) or inner(*of))
+    monkeypatch.setattr(metala_core, "metala_core", lambda *of, **options: taken.append(1) or inner(*of, **options))
     x = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(1)).to(block.norm1.weight)
     launches = 0
 

@@ -366,9 +366,11 @@ def test_flops_count_the_window():
         ),
         (
             {"yarn_factor": 0.5},
-            "yarn_factor = 0.5: must be at least 1; set the new length divided by yarn_original_length",
+            "yarn_factor = 0.5: must be at least 1 and finite; set the new length divided by yarn_original_length",
         ),
         ({"yarn_factor": float("nan")}, "yarn_factor = nan: must be at least 1"),
+        ({"yarn_factor": float("inf")}, "yarn_factor = inf: must be at least 1 and finite"),
+        ({"yarn_beta_fast": float("inf")}, "yarn_beta_fast = inf: must be greater than 0 and finite"),
         (
             {"yarn_factor": 2.0, "yarn_original_length": 8, "rotary_pct": 0.0},
             "yarn_factor = 2.0 scales rotary positions, and rotary_pct = 0: set rotary_pct above 0, or remove yarn_factor",

@@ -65,8 +65,10 @@ def test_rwkv7_returns_values_of_no_tokens(shape: tuple[int, int]) -> None:
     first, second = (build(("rwkv7", {}), layer=layer) for layer in (0, 1))
     x = torch.zeros(*shape, SIZE)
     y, values = first(x, return_values=True)
-    assert values.shape[:2] == y.shape[:2] == shape
+    # A block keeps the values behind the hidden state, where it knows them by their width.
+    assert values.shape == y.shape == x.shape
     assert second(x, values=values).shape == x.shape
+    assert value_residual_model("rwkv7")(torch.zeros(shape, dtype=torch.int64)).shape[:2] == shape
 
 
 @pytest.mark.parametrize("mixers", [("rwkv7",), ("kda", "rwkv7"), ("rwkv7", "kda", "kda")])

@@ -22,7 +22,7 @@ def test_initial_mamba_parameters() -> None:
     assert_uniform(heads.a_log.detach().exp(), 1, 16)
 
 
-@pytest.mark.parametrize("exponent", [8.0, 2.0])
+@pytest.mark.parametrize("exponent", [8.0, 2.0, 0.001])
 def test_initial_rg_lru_decays(exponent: float) -> None:
     mixer = first("rg_lru", {"exponent": exponent})
     assert_uniform((-exponent * F.softplus(mixer.decay.detach().double())).exp(), 0.9, 0.999)
