@@ -200,7 +200,7 @@ class ProjectLM(TemplateLM):
         room = self._room
         contexts, targets = [], []
         for pair, name in zip(pairs, names, strict=True):
-            refuse_longer(name, len(pair.target), room - 1)
+            refuse_longer(name, len(pair.target), room - 1, self.max_length - (room - 1))
             self.counts.add(name, pair, room)
             ids = np.concatenate([pair.context, pair.target])[-room:]
             first = len(ids) - len(pair.target)

@@ -142,7 +142,7 @@ def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedC
     suites = prepared.suites if results is new_results else _suites_of([results], prepared.suites)
     write_tables(suites, [(opened.name, results)], opened.out)
     print("\n".join(map(str, written)))
-    if opened.loaded is not None:
+    if opened.loaded is not None and tasks.limit is None:  # a trial does not replace the scores of whole sets
         _add_to_run(opened.loaded, new_results, prepared)
 
 

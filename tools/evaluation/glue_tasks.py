@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from data.corpus.discovery import check_hub
+from data.corpus.readers import decompressed
 
 Row = dict[str, Any]
 
@@ -120,18 +118,17 @@ def split_file(name: str, split: str, folder: Path) -> Path:
 
 
 def _read_lines(path: Path) -> list[Row]:
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": zstandard.open}
-    with openers.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-        rows, number = [], 0
+    content = b"".join(piece for piece, _ in decompressed(path))
+    rows = []
+    for number, line in enumerate(content.split(b"\n"), 1):
         try:
-            for number, line in enumerate(file, 1):  # noqa: B007
-                if line.strip():
-                    rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError, EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+            if line.strip():
+                rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
             raise ValueError(
-                f"{path} is damaged: line {number} or the next is no JSON object ({error}): get the split again"
+                f"{path} is damaged: line {number} is no JSON object ({error}): get the split again"
             ) from error
-        return rows
+    return rows
 
 
 def _correlation(function: Callable[[NDArray, NDArray], Any], labels: NDArray, predicted: NDArray) -> float:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from data.atomic_io import atomic_folder
 from data.progress import ProgressBar
+from megatron_lite.checkpoint.checksums import FILE_NAME
 from tools.cli.yaml_file import read_as
 from tools.evaluation.glue_tasks import TASKS, read_split, score
 
@@ -192,9 +193,13 @@ def splits_read(name: str, hold_out: float | None) -> list[str]:
 
 
 def _keep(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
-    """Write the fine-tuned weights with a copy of the export's source, so that the folder loads as the export."""
+    """Write the fine-tuned weights with a copy of the export's source, so that the folder loads as the export.
+
+    Folders in `source` are not copied: `folder` may be inside one of them.
+    """
     with atomic_folder(folder, overwrite=True) as temporary:
-        ignored = shutil.ignore_patterns("*.safetensors*", "training", "SHA256SUMS")
-        shutil.copytree(source, temporary, ignore=ignored, dirs_exist_ok=True)
+        for path in source.iterdir():
+            if path.is_file() and ".safetensors" not in path.name and path.name != FILE_NAME:
+                shutil.copy2(path, temporary)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -25,7 +26,7 @@ class HuggingFaceLM(HFLM):
         name: folder or hub name. max_length: None for that of the model's configuration.
 
     Raises:
-        ValueError: a tokenizer with more entries than the model has embeddings, or code that is not trusted.
+        ValueError: an unknown dtype, a tokenizer with more entries than the model has embeddings, or code that is not trusted.
         OSError: no such model.
     """
 
@@ -43,6 +44,9 @@ class HuggingFaceLM(HFLM):
         progress: bool = True,
     ) -> None:
         limit_progress_bars()
+        dtype = torch_name(DTYPES[dtype]) if dtype in DTYPES else dtype
+        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"dtype = {dtype!r}: allowed are auto, {', '.join(DTYPES)}")
         _register_linear_attention(name)
         if device == "cpu" and batch_size == "auto":
             batch_size = 8  # measuring what fits takes longer than it saves
@@ -50,7 +54,7 @@ class HuggingFaceLM(HFLM):
             super().__init__(
                 pretrained=name,
                 device=device,
-                dtype=torch_name(DTYPES[dtype]) if dtype in DTYPES else dtype,
+                dtype=dtype,
                 batch_size=batch_size,
                 max_length=max_length,
                 trust_remote_code=trust_remote_code,
@@ -81,7 +85,7 @@ class HuggingFaceLM(HFLM):
         return super().chat_template(chat_template) if self.tokenizer.chat_template else None
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode a pair as the harness does, or as `split_pair` where the harness has no ids for the continuation."""
+        """Encode a pair as the harness does, or as `encode_pairs` where the harness has no ids for a part."""
         if self.backend != "causal":
             pair = Pair(*super()._encode_pair(context, continuation))
             self._pairs[context, continuation] = pair
@@ -90,6 +94,8 @@ class HuggingFaceLM(HFLM):
         rest = context[len(stripped) :] + continuation
         ids, whole = self.tok_encode(stripped), self.tok_encode(stripped + rest)
         pair = split_pair(ids, whole, lambda: self.tok_encode(rest, add_special_tokens=False), rest)
+        if not ids:  # the context holds only spaces
+            pair = Pair([self.prefix_token_id], whole)
         self._pairs[context, continuation] = pair
         return list(pair.context), list(pair.target)
 

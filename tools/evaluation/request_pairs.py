@@ -2,12 +2,16 @@
 
 Spaces at the end of a context move to the continuation. The context is encoded alone, then the whole text. The
 continuation is the rest of the whole after as many ids as the context has. Some tokenizers have pieces that cross the
-boundary. Two cases follow:
+boundary. Three cases follow:
+
+- Only the last id of the context differs. The tokenizers of this project end a word with its space: "the cat sat" is "the ",
+  "cat ", "sat", and "the cat" alone ends with "cat". The harness gives "cat" to the model, which no text has before "sat". This
+  project gives the ids of the whole.
 
 - The whole has no more ids than the context, and the harness ends with an assertion. The continuation is then encoded
   alone (`Pair.apart`).
-- The whole begins with other ids than the context, so that the split is at another place of the text. The harness scores
-  such a pair, and so does this project (`Pair.recut`).
+- The whole begins with other ids than the context before its last id, so that the split is at another place of the text. The
+  harness scores such a pair, and so does this project (`Pair.recut`).
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from data.tokenizer import Tokenizer
 class Pair(NamedTuple):
     """Hold the ids of a context and of its continuation.
 
-    apart: whether the continuation was encoded alone. recut: whether the whole text begins with other ids than the context.
+    apart: whether the continuation was encoded alone. recut: whether the whole text begins with other ids than the context, apart
+    from its last id.
     """
 
     context: Any
@@ -79,12 +84,12 @@ def split_pair(context: Any, whole: Any, encode_rest: Callable[[], Any], rest: s
     size = len(context)
     recut = not np.array_equal(context[: size - 1], whole[: size - 1]) if size else False
     if size < len(whole) or not rest:
-        return Pair(context, whole[size:], recut=recut)
+        return Pair(context if recut else whole[:size], whole[size:], recut=recut)
     return Pair(context, _not_empty(encode_rest(), rest), apart=True, recut=recut)
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_token_id: int) -> list[Pair]:
-    """Return (context, continuation) texts as ids, as `TemplateLM.loglikelihood` encodes them one by one.
+    """Return (context, continuation) texts as ids, as `TemplateLM.loglikelihood` encodes them, but for the cases above.
 
     An empty context is the end of a document; an empty continuation has no ids. Raises as `split_pair`.
     """
@@ -111,12 +116,16 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Any]:
     return [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, os.cpu_count() or 1)]
 
 
-def refuse_longer(task: str, length: int, limit: int) -> None:
-    """Raise ValueError for a continuation that is longer than the model's length."""
+def refuse_longer(task: str, length: int, limit: int, others: int = 0) -> None:
+    """Raise ValueError for a continuation that is longer than `limit`.
+
+    others: tokens of the model's length besides those of a continuation.
+    """
     if length > limit:
         raise ValueError(
             f"{task or 'a request'}: a continuation has {length:,} tokens and the model reads {limit:,} at once: its beginning "
-            f"would not be scored. Give a larger --max-length ({length}), or leave the task out (--without {task or 'TASK'})"
+            f"would not be scored. Give a larger --max-length ({length + others}), or leave the task out (--without "
+            f"{task or 'TASK'})"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from data.synthetic.ruler_text import prose
 from models.options import nearest_names
 from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_cells, write_cells
 from tools.evaluation.haystack import (
+    Filler,
     note_untrained,
     position_limit,
     read_filler,
@@ -82,7 +83,7 @@ def run_ruler(
     located: None for a Hugging Face model. Returns the results, or None on a process other than the main one.
 
     Raises ValueError for a masked model, for lengths beyond the learned positions, below the shortest text of a task or
-    beyond the filler; as `open_model`.
+    beyond a filler that a task reads; as `open_model`.
     """
     from tools.evaluation.harness import is_main_process
 
@@ -106,10 +107,10 @@ def run_ruler(
     refuse_others(opened.out, "ruler", _settings, cell_settings)
     if is_main_process(opened.lm):
         note_untrained(opened, lengths)
-    haystack = _haystack(opened, ruler.filler, text, max(lengths))
+    filler = None if ruler.filler is None else split_filler(text, opened.lm.tok_encode, max(lengths))
     cells: list[dict[str, Any]] = []
-    for length in lengths:
-        texts = _texts(opened, ruler, haystack, length)
+    every = {length: _texts(opened, ruler, filler, length) for length in lengths}  # refused before the first answer
+    for length, texts in every.items():
         if is_main_process(opened.lm):
             print(f"RULER at {length:,} tokens: {len(texts):,} texts", file=sys.stderr)
         cells += score_cells(texts, _outputs(opened, texts), keep_outputs=request.save_samples)
@@ -237,21 +238,22 @@ def _settings(results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _haystack(opened: OpenedModel, file: Path | None, text: str, tokens: int) -> list[str]:
-    """Return the sentences of the filler, or generated ones, enough for a text of this many tokens."""
-    if file is None:
-        return list(itertools.islice(prose("haystack"), tokens // 5 + 1))
-    filler = split_filler(text, opened.lm.tok_encode, tokens)
-    if filler.total < tokens:
+def _repeated(filler: Filler, length: int) -> Iterator[str]:
+    """Yield the sentences of a filler without end, because `make_example` also tries texts beyond the length.
+
+    Raises ValueError at the first sentence if the filler has fewer tokens than the length.
+    """
+    if filler.total < length:
         raise ValueError(
-            f"--lengths {tokens}: the filler has {filler.total:,} tokens; leave that length out, or name a longer text "
-            "with --filler"
+            f"length {length}: the filler has {filler.total:,} tokens; name a longer text with --filler, or a shorter length"
         )
-    return filler.pieces
+    yield from itertools.cycle(filler.pieces)
 
 
-def _texts(opened: OpenedModel, ruler: RulerRequest, haystack: Sequence[str], length: int) -> list[Text]:
+def _texts(opened: OpenedModel, ruler: RulerRequest, filler: Filler | None, length: int) -> list[Text]:
     """Return the texts of one length. Successive single needles have different depths.
+
+    filler: None for generated prose. Only tasks with needles in prose read it.
 
     Raises ValueError naming every task without a text of this length.
     """
@@ -259,6 +261,7 @@ def _texts(opened: OpenedModel, ruler: RulerRequest, haystack: Sequence[str], le
     def count(text: str) -> int:
         return len(opened.lm.tok_encode(text))
 
+    generated = list(itertools.islice(prose("haystack"), length // 5 + 1)) if filler is None else []
     texts: list[Text] = []
     refused: dict[str, str] = {}
     for task in task_names(ruler):
@@ -266,6 +269,7 @@ def _texts(opened: OpenedModel, ruler: RulerRequest, haystack: Sequence[str], le
         for number in range(ruler.samples):
             depth = DEPTHS[7 * number % len(DEPTHS)] / 100 if kind.single else None
             seed = 1_000_000 * ruler.seed + number
+            haystack: Any = generated if filler is None else _repeated(filler, length)
             try:
                 example = make_example(task, length, seed, count, haystack, depth=depth, answer_tokens=kind.max_tokens)
             except ValueError as error:

@@ -43,7 +43,8 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
     dtype = number_format(loaded.model)
     print(f"{loaded.checkpoint}: {loaded.num_parameters / 1e6:,.2f} M parameters, {dtype} on {loaded.device}\n")
     out = results_file(request, located, "texts")
-    cache = open_cache(loaded, out)
+    weights = weights_of(loaded)
+    cache = open_cache(loaded, out, weights)
     results = evaluate_texts(loaded, texts, out, cache, progress=request.progress)
     # Other texts of the file may have been measured in another number format.
     saved = {name: {**metrics, "dtype": dtype} for name, metrics in results.items()}
@@ -54,26 +55,28 @@ def run_texts(request: EvaluationRequest, texts: TextRequest, located: LocatedCh
         piece = next(iter(results.values()))
         overlap = f", which begin every {piece['stride']:,} tokens" if "stride" in piece else ""
         print(f"\nPieces of {piece['sequence_length']:,} tokens{overlap}.")
-    write_results(out, loaded, saved, by_position=texts.by_position)
+    write_results(out, loaded, saved, weights, by_position=texts.by_position)
     cache.remove()
     print(f"\n{out}")
 
 
-def open_cache(loaded: TextModel, out: Path) -> RequestCache:
+def weights_of(loaded: TextModel) -> str | None:
+    """Return the hash of a model's weights, or name and commit of a model of the hub; None without a commit."""
+    if isinstance(loaded, LoadedModel):
+        return checkpoint_hash(loaded.checkpoint)
+    from tools.evaluation.huggingface import folder_hash
+
+    digest = folder_hash(str(loaded.checkpoint))
+    return f"{loaded.checkpoint}@{loaded.commit}" if digest is None and loaded.commit else digest
+
+
+def open_cache(loaded: TextModel, out: Path, weights: str | None) -> RequestCache:
     """Return the cache beside the results file, with the batches that an interrupted measurement of this model has done.
 
-    A model of the hub is identified by its name and commit. Without a commit there is no cache.
+    weights: as from `weights_of`; None for no cache.
     """
-    if isinstance(loaded, LoadedModel):
-        digest: str | None = checkpoint_hash(loaded.checkpoint)
-    else:
-        from tools.evaluation.huggingface import folder_hash
-
-        digest = folder_hash(str(loaded.checkpoint))
-        if digest is None and loaded.commit:
-            digest = f"{loaded.checkpoint}@{loaded.commit}"
-    model = f"{digest}/{number_format(loaded.model)}/{loaded.config['batch']['sequence_length']}"
-    cache = RequestCache(None if digest is None else out.parent / "perplexity_batches", model, Processes())
+    model = f"{weights}/{number_format(loaded.model)}/{loaded.config['batch']['sequence_length']}"
+    cache = RequestCache(None if weights is None else out.parent / "perplexity_batches", model, Processes())
     if len(cache):
         print(f"resuming with {len(cache):,} batches of an interrupted evaluation", file=sys.stderr)
     return cache
@@ -107,16 +110,18 @@ def evaluate_texts(
         }
 
 
-def write_results(out: Path, loaded: TextModel, metrics: Mapping[str, Metrics], *, by_position: bool) -> None:
-    """Add metrics by text to a results file. Results of another checkpoint are dropped.
+def write_results(
+    out: Path, loaded: TextModel, metrics: Mapping[str, Metrics], weights: str | None, *, by_position: bool
+) -> None:
+    """Add metrics by text to a results file. Results of another checkpoint, or of other weights, are dropped.
 
-    by_position: whether the metrics are losses by position, which replace earlier ones.
+    weights: as from `weights_of`. by_position: whether the metrics are losses by position, which replace earlier ones.
 
     Raises ValueError for a file of another kind of results.
     """
-    facts = model_facts(loaded)
+    facts = {**model_facts(loaded), "weights": weights}
     earlier = earlier_results(out, "texts")
-    if earlier.get("checkpoint") != facts["checkpoint"]:
+    if earlier.get("checkpoint") != facts["checkpoint"] or earlier.get("weights", weights) != weights:
         earlier = {}
     content = {"results": {}, **earlier, **facts}
     if by_position:

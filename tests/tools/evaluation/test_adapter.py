@@ -45,8 +45,21 @@ def theirs(exported: Path) -> Any:
     """lm-eval's `hf` model on the exported folder, one request at a time."""
     from lm_eval.models.huggingface import HFLM
 
+    class IdsOfTheWhole(HFLM):  # type: ignore[misc]
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            return with_ids_of_the_whole(self, super()._encode_pair(context, continuation), context + continuation)
+
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    return HFLM(str(exported), device="cpu", dtype="float32", batch_size=1, max_length=LENGTH, trust_remote_code=True)
+    return IdsOfTheWhole(
+        str(exported), device="cpu", dtype="float32", batch_size=1, max_length=LENGTH, trust_remote_code=True
+    )
+
+
+def with_ids_of_the_whole(model: Any, pair: tuple[list[int], list[int]], text: str) -> tuple[list[int], list[int]]:
+    """Return the harness's pair with the last id of its context as the whole text has it."""
+    context, continuation = pair
+    *begin, last = model.tok_encode(text)[: len(context)]
+    return [*begin, last] if begin == list(context[:-1]) else context, continuation
 
 
 def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
@@ -241,7 +254,7 @@ def test_pairs_are_encoded_as_in_the_harness(loaded, lm):
     ]
     for (context, continuation), got in zip(pairs, encode_pairs(loaded.tokenizer, pairs, lm.eot_token_id), strict=True):
         if context:
-            expected = lm._encode_pair(context, continuation)
+            expected = with_ids_of_the_whole(lm, lm._encode_pair(context, continuation), context + continuation)
         else:
             expected = ([lm.eot_token_id], lm.tok_encode(continuation))
         assert tuple(part.tolist() for part in got[:2]) == tuple(map(list, expected)), (context, continuation)
@@ -267,7 +280,14 @@ def test_continuation_without_own_token_is_encoded_apart():
     with pytest.raises(ValueError, match="the tokenizer has no token for the continuation '!'"):
         encode_pairs(Dropping(), [("xy", "!")], 0)  # type: ignore[arg-type]
     pairs = [split_pair(*ids, list, "c") for ids in (([1, 2], [1, 3, 4]), ([1, 2], [5, 6, 7]))]
-    assert [(pair.context, pair.target, pair.recut) for pair in pairs] == [([1, 2], [4], False), ([1, 2], [7], True)]
+    assert [(pair.context, pair.target, pair.recut) for pair in pairs] == [([1, 3], [4], False), ([1, 2], [7], True)]
+
+
+def test_context_ends_with_the_id_that_the_text_has(loaded, lm):
+    """Check that "alpha" has the id of the whole text, not the one that it has alone."""
+    (pair,) = encode_pairs(loaded.tokenizer, [("def alpha", " beta")], lm.eot_token_id)
+    assert [*pair.context, *pair.target] == loaded.tokenizer.encode("def alpha beta")
+    assert not pair.recut
 
 
 def test_text_that_begins_with_the_document_start_is_not_prefixed_again():

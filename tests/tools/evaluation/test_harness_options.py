@@ -155,6 +155,8 @@ def test_run_and_card_have_documents_error_and_chance(trained_run: Path, eval_da
     place = ["--device", "cpu", "--data-dir", str(eval_data), "--max-length", "96"]
     assert command.main([str(trained_run), "--tasks", "copa", *place, "--out", str(tmp_path / "r.json")]) == 0
     assert command.main([str(trained_run), "--device", "cpu"]) == 0
+    trial = ["--limit", "2", "--out", str(tmp_path / "trial.json")]
+    assert command.main([str(trained_run), "--tasks", "copa", *place, *trial]) == 0
     content = json.loads((trained_run / "results.json").read_text())
     detail = content["details"]["tasks"]["copa"]["acc"]
     assert (detail["documents"], detail["whole"], detail["chance"]) == (8, 100, 0.5)
@@ -255,6 +257,7 @@ def test_groups_and_tags_list_their_tasks() -> None:
         (["--suite", "ruler", "--lengths", "abc"], "--lengths: abc: a whole number, 1 or more, is allowed"),
         (["--suite", "needle", "--lengths", "0", "256"], "--lengths: 0: a whole number, 1 or more, is allowed"),
         (["--suite", "ruler", "--lengths", ","], "--lengths: ',' holds no number: give some, such as 1024,2048"),
+        (["--suite", "needle", "--depths", "0", "12.5", "25"], "--depths: 12.5: a whole number, 0 or more, is allowed"),
         (["--suite", "needle", "--depths", ""], "--depths: '' holds no number: give some, such as 0,1"),
     ],
 )

@@ -90,6 +90,18 @@ def test_continuation_without_own_token_is_encoded_apart_and_counted() -> None:
     assert (lm.counts.longest, lm.counts.tokens) == (10, 1 + 2 + 9)
 
 
+def test_context_of_spaces_is_the_beginning_of_a_text() -> None:
+    lm: Any = HuggingFaceLM.__new__(HuggingFaceLM)
+    lm.backend, lm._pairs, lm.custom_prefix_token_id = "causal", {}, 99
+    lm.tok_encode = lambda text, **_: [ord(c) for c in text]
+    assert lm._encode_pair(" ", "a") == ([99], [32, 97])
+
+
+def test_unknown_number_format_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^dtype = 'float33': allowed are auto, "):
+        HuggingFaceLM("org/tiny", device="cpu", dtype="float33")
+
+
 def open_text(monkeypatch: pytest.MonkeyPatch, positions: int, **settings: Any) -> HuggingFaceText:
     """Return a small GPT-2 with random weights for texts. settings: of the request."""
     config = GPT2Config(vocab_size=8, n_positions=positions, n_embd=4, n_layer=1, n_head=1)

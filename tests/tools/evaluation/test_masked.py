@@ -80,6 +80,10 @@ def test_request_has_the_training_tokens_around_it_and_fits_the_length(tmp_path)
             total += float(model(hidden[None])[0, place].log_softmax(-1)[whole[place]])
         assert value == pytest.approx(total, abs=1e-9)
     assert lm.counts.truncated[""] == 1
+    long = [Instance("loglikelihood", {}, ("a", " b c d e f g h a"), 0)]
+    with pytest.raises(ValueError, match=r"has 8 tokens and .* Give a larger --max-length \(11\)"):
+        lm.loglikelihood(long)
+    assert ProjectLM(model, tokenizer, max_length=11, progress=False).loglikelihood(long)[0][0] < 0
 
 
 def test_masked_model_is_noted_and_does_not_generate(eval_data):

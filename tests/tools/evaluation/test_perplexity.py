@@ -20,7 +20,7 @@ from tests.tools.conftest import write_corpus
 from tools.evaluation import loss_by_position as positions
 from tools.evaluation.huggingface_text import HuggingFaceText, SummedLoss
 from tools.evaluation.perplexity import cached, perplexity, raw_text, token_file_text, validation_text
-from tools.evaluation.texts import open_cache
+from tools.evaluation.texts import open_cache, weights_of
 from tools.loading.model import LoadedModel, load_model
 
 LENGTH = 32
@@ -135,6 +135,11 @@ def test_huggingface_folder_has_the_loss_of_its_run(trained_run: Path, tmp_path:
     assert export_["loss"] == pytest.approx(run["loss"], abs=1e-5)
     for key in ("tokens", "bytes", "documents", "sequence_length", "stride"):
         assert export_[key] == run[key]
+    # Other weights in the same folder.
+    export(trained_run / "checkpoints" / "step_00000010", tmp_path / "export", overwrite=True)
+    (tmp_path / "more.txt").write_text("def beta")
+    assert evaluation.main(["export", "--data", "more.txt", "--device", "cpu", "--trust-remote-code"]) == 0
+    assert json.loads(files[1].read_text())["results"]["perplexity"].keys() == {"more.txt"}
 
 
 def test_batches_of_a_hub_model_are_kept_by_name_and_commit(tmp_path: Path, capsys) -> None:
@@ -144,7 +149,7 @@ def test_batches_of_a_hub_model_are_kept_by_name_and_commit(tmp_path: Path, caps
         """Return the value of the batch for a model, computed as `value` if the cache lacks it."""
         config = {"batch": {"sequence_length": 8}}
         text = HuggingFaceText(name, SummedLoss(torch.nn.Linear(1, 1)), None, torch.device("cpu"), config, 2, commit)
-        return cached(open_cache(text, tmp_path / "results.json"), "nll", batch, lambda: value)
+        return cached(open_cache(text, tmp_path / "results.json", weights_of(text)), "nll", batch, lambda: value)
 
     assert measure("org/tiny", "c0ffee", 1.5) == 1.5
     assert capsys.readouterr().err == ""

@@ -17,7 +17,7 @@ from data.synthetic.ruler import TASKS, RulerExample
 from tests.tools.masked_lm.conftest import masked_run
 from tools.evaluation import ruler
 from tools.evaluation.cells import with_cells
-from tools.evaluation.haystack import position_limit
+from tools.evaluation.haystack import Filler, position_limit
 from tools.evaluation.open_model import locate_model
 from tools.evaluation.options import parse_evaluation
 from tools.evaluation.prefix_tree import shared_order
@@ -145,10 +145,29 @@ def test_refused_requests(trained_run: Path, masked_run: Path, tmp_path: Path, m
     assert "with --lengths, or leave out what does not fit: --without niah_single_1,niah_multiquery\n" in short
     filler = tmp_path / "filler.txt"
     filler.write_text("One line.\nTwo lines.\n")
-    assert "--lengths 600: the filler has 21 tokens" in refusal(*run, "--lengths", "600", "--filler", filler)
+    short = refusal(*run, "--lengths", "600", "--filler", filler)
+    long = tmp_path / "long.txt"
+    long.write_text("One line.\n" * 120)
+    with monkeypatch.context() as unanswered:
+        unanswered.setattr(ruler, "_outputs", lambda *_: pytest.fail("texts are answered"))
+        assert "length 9000: the filler has" in refusal(*run, "--lengths", "1000,9000", "--filler", long)
+    assert "length 600: the filler has 21 tokens; name a longer text with --filler" in short
+    assert short.endswith("--without niah_multiquery\n"), "the other task has no prose"
     assert "is a masked model" in refusal(masked_run, *WORDS)
     monkeypatch.setattr(ruler, "position_limit", lambda _: 512)
     assert "--lengths 600: tiny, step 30 has 512 positions; name 512 or less" in refusal(*run, "--lengths", "600")
+
+
+def test_filler_of_any_sentences_is_long_enough_if_its_tokens_are() -> None:
+    opened, request = (
+        SimpleNamespace(lm=SimpleNamespace(tok_encode=str.split)),
+        RulerRequest(("niah_single_2",), samples=1),
+    )
+    pieces = ["One line. "] * 40 + ["word " * 60] * 16
+    filler = Filler(pieces, [len(piece.split()) for piece in pieces])
+    assert filler.total == 1040
+    (text,) = ruler._texts(opened, request, filler, 1024)
+    assert 1024 - 128 - 60 < len(text.example.prompt.split()) <= 1024 - 128
 
 
 def test_without_may_name_tasks_of_another_suite() -> None:

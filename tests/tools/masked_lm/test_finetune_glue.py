@@ -110,7 +110,7 @@ def test_missing_data_names_the_file(tmp_path: Path) -> None:
     [
         ("train.jsonl", b'{"sentence": "a", "label": 0}\n{"sentence": "b", "la', r"train\.jsonl is damaged: line 2"),
         ("train.jsonl", b"5\n", r"train\.jsonl is damaged: line 1"),
-        ("train.jsonl.gz", gzip.compress(b'{"sentence": "a", "label": 0}\n')[:-12], r"jsonl\.gz is damaged"),
+        ("train.jsonl.gz", gzip.compress(b'{"sentence": "a", "label": 0}\n')[:-12], r"jsonl\.gz is cut short"),
         ("train.jsonl.gz", b"plain", r"jsonl\.gz is damaged"),
         ("train.jsonl", b'{"sentence": "a", "label": -1}\n', "sst2, train, row 1 has label = -1; allowed: 0 to 1"),
         ("train.jsonl", b'{"sentence": "a", "label": "good"}\n', "row 1 has label = 'good'"),
@@ -121,6 +121,19 @@ def test_damaged_data_are_refused(name: str, content: bytes, words: str, tmp_pat
     (tmp_path / "sst2").mkdir()
     (tmp_path / "sst2" / name).write_bytes(content)
     with pytest.raises(ValueError, match=words):
+        read_split("sst2", "train", tmp_path)
+
+
+def test_zstandard_file_that_is_cut_after_a_block_is_refused(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    rows = [json.dumps({"sentence": f"{draw.getrandbits(320):080x}", "label": 0}).ljust(127) for _ in range(4096)]
+    content = zstandard.compress("".join(f"{row}\n" for row in rows).encode())
+    (tmp_path / "sst2").mkdir()
+    file = tmp_path / "sst2" / "train.jsonl.zst"
+    file.write_bytes(content)
+    assert len(read_split("sst2", "train", tmp_path)) == 4096
+    file.write_bytes(content[: len(content) // 2])  # a block is 128 KiB, and ends with a line here
+    with pytest.raises(ValueError, match=r"train\.jsonl\.zst is cut short"):
         read_split("sst2", "train", tmp_path)
 
 
@@ -179,6 +192,16 @@ def test_task_starts_from_the_weights_of_another(masked_run: Path, data: Path, t
     assert ", seed" not in capsys.readouterr().out
     assert finetune_glue.main([*arguments, "max_length=64"]) == 2
     assert "is of another recipe" in capsys.readouterr().err
+
+
+def test_results_may_be_inside_the_export(masked_run: Path, data: Path, tmp_path: Path) -> None:
+    """Fine-tune into the folder `glue` of the export, its default output."""
+    export = finetune_glue._exported(masked_run, tmp_path)
+    arguments = [str(export), "--tasks", "rte", "--data", str(data), "--seeds", "1", "--hold-out", "0.5"]
+    assert finetune_glue.main([*arguments, "tasks.mnli.epochs=1", "tasks.rte.epochs=1"]) == 0
+    kept = export / "glue" / "mnli"
+    assert {path.name for path in kept.glob("*.py")} == {path.name for path in export.glob("*.py")}
+    assert not [path for path in kept.iterdir() if path.is_dir()]
 
 
 def test_recipe_reaches_the_trainer(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
