@@ -160,7 +160,7 @@ def _bytes(text: str) -> int:
     unit = units.get(text[-2:].upper())
     try:
         size = int(float(text[:-2]) * unit) if unit else int(text)
-    except ValueError:
+    except (OverflowError, ValueError):
         size = 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: a number of bytes, or a size such as 500MB or 5GB, is allowed")

@@ -104,6 +104,10 @@ CASES = {
         ("export RUN OUT --shard-size 1GB", "--shard-size 1GB; the nearest option is --max-shard-size"),
         ("export RUN OUT --zzz", "unrecognized arguments: --zzz; --help lists the options"),
         ("export RUN OUT --max-shard-size abc", "--max-shard-size: 'abc': a number of bytes, or a size such as 500MB"),
+        (
+            "export RUN OUT --max-shard-size infGB",
+            "--max-shard-size: 'infGB': a number of bytes, or a size such as 500MB",
+        ),
         ("import HUGGING OUT", r"config\.json has no key 'num_attention_heads', which a llama needs"),
         ("import HUGGING OUT --tolerance nan", "--tolerance: nan: a number above 0"),
         ("import NONE OUT", r"nothing is no Hugging Face folder: config\.json is missing"),

@@ -208,3 +208,16 @@ def test_existing_run_is_replaced_only_with_overwrite_and_if_untrained(
     later.rmdir()
     (run / "metrics.jsonl").touch()
     assert "holds a trained run" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)
+
+
+@pytest.mark.parametrize("kind", ["gla", "retnet"])
+def test_number_of_heads_that_does_not_fit_the_norm_is_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = Path(__file__).parent / "golden" / kind
+    heads = json.loads((golden / "config.json").read_text())["num_heads"]
+    broken(golden, tmp_path / kind, num_heads=2 * heads)
+    error = error_of(["import", str(tmp_path / kind), str(tmp_path / "run")], capsys)
+    assert "model.layers.0.attn.g_norm_swish_gate.weight has" in error
+    assert "correct num_heads" in error
+    assert not (tmp_path / "run").exists()

@@ -35,7 +35,8 @@ def gla(config: Mapping[str, Any]) -> Foreign:
         sources |= linears(ours, theirs, _WITH_GATE_NAMES | {"decay_down": "gk_proj.0", "decay_up": "gk_proj.1"})
         sources[f"{ours}.decay_up.bias"] = Source((f"{theirs}.gk_proj.1.bias",))
         sources[f"{ours}.gate_proj.bias"] = None
-        sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate")
+        width = model.hidden_size // model.num_heads
+        sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate", width)
     return Foreign(model, sources, tied(model))
 
 
@@ -51,7 +52,8 @@ def retnet(config: Mapping[str, Any]) -> Foreign:
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(ours, theirs, _WITH_GATE_NAMES)
-        sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate")
+        width = model.hidden_size * int(expand) // model.num_heads
+        sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate", width)
     return Foreign(model, sources, tied(model))
 
 
@@ -74,7 +76,7 @@ def hgrn2(config: Mapping[str, Any]) -> Foreign:
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
         sources |= linears(ours, theirs, {"q_proj": "q_proj", "f_proj": "f_proj", "v_proj": "i_proj"})
-        sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm")
+        sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm", size)
         if i:
             sources[f"{ours}.lower_bound"] = Source(("model.lower_bounds",), partial(_lower_bound, layer=i))
     # The first layer has none; a model of one layer still stores the matrix.
@@ -133,16 +135,26 @@ def linears(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, Sourc
     return {f"{ours}.{a}.weight": Source((f"{theirs}.{b}.weight",)) for a, b in names.items()}
 
 
-def _output(config: Mapping[str, Any], theirs: str, norm: str) -> Source:
-    """Return W_O with its columns times the gain of the preceding norm, which repeats over the heads."""
+def _output(config: Mapping[str, Any], theirs: str, norm: str, width: int) -> Source:
+    """Return W_O with its columns times the gain of the preceding norm, which repeats over the heads.
+
+    width: channels of the norm. Only the gain shows a wrong number of heads: it raises ValueError.
+    """
     if not config.get("elementwise_affine", True):
         return Source((f"{theirs}.o_proj.weight",))
     if norm == "g_norm_swish_gate" and not config.get("fuse_norm", True):
         norm = "g_norm"
-    return Source(
-        (f"{theirs}.o_proj.weight", f"{theirs}.{norm}.weight"),
-        lambda weight, gain: weight * gain.repeat(weight.shape[1] // len(gain)),
-    )
+    name = f"{theirs}.{norm}.weight"
+
+    def scaled(weight: Tensor, gain: Tensor) -> Tensor:
+        if len(gain) != width:
+            raise ValueError(
+                f"{name} has {len(gain)} channels, and config.json needs {width}: correct num_heads and the sizes there, "
+                "or take the weights that belong to it"
+            )
+        return weight * gain.repeat(weight.shape[1] // width)
+
+    return Source((f"{theirs}.o_proj.weight", name), scaled)
 
 
 def _lower_bound(matrix: Tensor, layer: int) -> Tensor:
