@@ -181,7 +181,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", default="", help="text to continue (default: a new document)")
+    source.add_argument(
+        "--prompt",
+        default="",
+        help="text to continue (default: a new document). Tokens of tools.train_tokenizer end with spaces: give one after the "
+        "last whole word",
+    )
     source.add_argument("--prompts-file", type=Path, help="UTF-8 file with one prompt per line, continued in batches")
     parser.add_argument(
         "--out", type=Path, help="with --prompts-file: also write the results to this file as JSON lines"
