@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     from tools.compare.launcher import check_existing_runs
     from tools.compare.spec import NAME, plan_runs, read_comparison
-    from tools.compare.tuning import tuning_comparison, with_tuned_rates
+    from tools.compare.tuning import check_rates, tuning_comparison, with_tuned_rates
 
     comparison = read_comparison(options.file)
     if options.page is not None and comparison.ladder is None:
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = plan_runs(
         comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
     )
+    if options.tune:
+        check_rates(runs)
     for option in ("positions", "recall"):
         if getattr(options, option) and not any(run.causal for run in runs):
             raise ValueError(
@@ -65,13 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(_plan_text(comparison, runs))
     if options.plan:
         return 0
-    check_existing_runs(runs)
+    every = all_runs(comparison, runs, options)
+    check_existing_runs(every)
     if options.check:
         _prepare(ladder, runs)
         print(f"The text is ready for all runs. {comparison.folder} may be copied to the machine that trains.")
         return 0
-    failed = {} if options.table or all(run.complete for run in runs) else _train(comparison, ladder, runs, options)
-    every = all_runs(comparison, runs, options)
+    trained = options.table or all(run.complete for run in runs)
+    failed = {} if trained else _train(comparison, ladder, runs, every, options)
     if options.tune:
         return _report_rates(ladder, every, failed)
     if options.positions or options.recall:
@@ -185,9 +188,9 @@ def _report_rates(ladder: Comparison, runs: Sequence[Run], failed: Mapping[str, 
 
 
 def _train(
-    comparison: Comparison, ladder: Comparison, runs: Sequence[Run], options: argparse.Namespace
+    comparison: Comparison, ladder: Comparison, runs: Sequence[Run], every: Sequence[Run], options: argparse.Namespace
 ) -> dict[str, str]:
-    """Train the runs. ladder: the comparison of the file, in whose folder the check of the text is stored."""
+    """Train the runs. ladder: the comparison of the file, in whose folder the check of the text is stored. every: `all_runs`."""
     from tools.compare.ladder_predictions import store_predictions
     from tools.compare.launcher import run_all
     from tools.compare.launches import recorded_launch
@@ -199,7 +202,7 @@ def _train(
 
     def after_run(failed: Collection[str]) -> None:
         if comparison.ladder is not None and not options.tune:
-            store_predictions(comparison, comparison.ladder, runs, failed)
+            store_predictions(comparison, comparison.ladder, runs, failed, every)
 
     _prepare(ladder, runs)
     devices = _devices(options.devices or comparison.devices)

@@ -9,13 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from data.atomic_io import read_json
+from models.config import ModelConfig
 from tools.compare.results import Result, Row
 from tools.compare.spec import Run
 from tools.evaluation.results_file import RESULTS_FILE
 from tools.reporting.runs_page import Section
 
-# Mixers with a state that grows with the context.
-_GROWING = "attention"
 # Below this number of runs a correlation and a scatter are left out.
 _FEW_RUNS = 5
 # Names of equally good mixers in a cell.
@@ -36,12 +35,12 @@ def choices(
 
     Args:
         rows: of all rungs.
-        late: model -> loss at the last positions; empty if it was not measured.
+        late: model -> loss of one run at the last positions; empty if it was not measured.
         misses: model -> predicted minus trained loss at the rung.
         same_size: other rungs of the rung's size.
     """
     here = [row for row in rows if row.size == rung and math.isfinite(row.mean("loss"))]
-    growing = {run.model for run in runs if any(_GROWING in mixer for mixer in run.config.model.mixers)}
+    growing = {run.model for run in runs if _grows(run.config.model)}
     constant = [row for row in here if row.model not in growing]
     noise, source = noise_of_run(rows, {rung, *same_size}, misses)
     # The seeds of a rung share the noise.
@@ -58,7 +57,7 @@ def choices(
     labels = {row.model: row.label for row in here}
     if len(positions := {labels[model]: loss for model, loss in late.items() if model in labels}) > 1:
         measured = "" if len(positions) == len(here) else f" ({len(positions)} of {len(here)} mixers measured)"
-        cells.append([f"last positions of a text{measured}", *_best(positions, error)])
+        cells.append([f"last positions of a text{measured}", *_best(positions, noise * math.sqrt(2))])
     cells += _by_source(here)
     note = "Loss in nats per token. "
     if not cells:
@@ -74,6 +73,14 @@ def choices(
 
 
 _HEADER = ["purpose", "mixer", "as good within the noise", "loss", "next mixer", "difference ± standard error"]
+
+
+def _grows(model: ModelConfig) -> bool:
+    """Return whether the state grows with the context: softmax attention that reads all earlier tokens, in some layer."""
+    if "attention" not in model.mixers:
+        return False
+    options = model.options_of("attention")
+    return options.window is None or bool(options.full_layers)
 
 
 def noise_of_run(rows: Sequence[Row], same_size: Collection[str], misses: Mapping[str, float]) -> tuple[float, str]:

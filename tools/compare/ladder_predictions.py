@@ -43,15 +43,20 @@ Predictions = dict[str, dict[str, Prediction]]
 
 
 def store_predictions(
-    comparison: Comparison, ladder: Ladder, runs: Sequence[Run], failed: Collection[str] = ()
+    comparison: Comparison,
+    ladder: Ladder,
+    runs: Sequence[Run],
+    failed: Collection[str] = (),
+    every: Sequence[Run] = (),
 ) -> None:
     """Write the predictions that are not stored yet, once all smaller runs are complete or failed.
 
     A stored prediction is never changed. A model gets none after a run of its largest size is complete.
+    every: all runs of the comparison, also those that this launch does not train.
     """
     stored, rungs = stored_predictions(comparison), ladder.rungs()
     largest = [run for run in runs if rungs[run.size][0] == ladder.largest]
-    late = {run.model for run in largest if run.complete}
+    late = {run.model for run in (*runs, *every) if rungs[run.size][0] == ladder.largest and run.complete}
     wanted = [run for run in largest if run.model not in late and run.size not in stored.get(run.model, {})]
     smaller = [run for run in runs if rungs[run.size][0] != ladder.largest]
     if not wanted or not all(run.complete or run.name in failed for run in smaller):

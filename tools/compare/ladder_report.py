@@ -120,7 +120,7 @@ def _predictions(
 def _repeated(comparison: Comparison, largest: Sequence[Run]) -> str:
     """Return a sentence about runs that read the training text more than once, else an empty string."""
     available = training_tokens_of(comparison)
-    tokens = max(run.config.batch.tokens_of(run.config.schedule.train_steps) for run in largest)
+    tokens = max((run.config.batch.tokens_of(run.config.schedule.train_steps) for run in largest), default=0)
     if available is None or tokens <= available:
         return ""
     return (
@@ -187,8 +187,9 @@ def _largest(
         note += f" Compressors on the validation text, bits per byte: {numbers}."
     by_source = [[source.removeprefix("loss/"), *(_number(_mean(row, source)) for row in here)] for source in sources]
     labels = [row.label for row in here]
-    bins = {run.model: positions_of(run) for run in reversed(runs) if run.size == rung}
-    with_bins = [row for row in here if bins.get(row.model)]
+    of_rung = [run for run in reversed(runs) if run.size == rung]
+    bins = {run.model: measured for run in of_rung if (measured := positions_of(run))}
+    with_bins = [row for row in here if row.model in bins]
     by_position = [
         [
             "{from:,.0f} to {to:,.0f}".format(**bin) if bin["to"] > bin["from"] else f"{bin['from']:,.0f}",

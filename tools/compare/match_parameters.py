@@ -9,7 +9,9 @@ from models.language_model import count_parameters
 
 
 def embedding_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of embedding and output projection."""
+    """Return the number of parameters of embedding and output projection; of an image classifier of patches and classes."""
+    if config.image_size is not None:
+        return (3 * config.patch_size**2 + config.vocab_size) * config.hidden_size
     return (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
 
 

@@ -48,6 +48,20 @@ def tuning_comparison(comparison: Comparison) -> Comparison:
     )
 
 
+def check_rates(runs: Sequence[Run]) -> None:
+    """Raise ValueError if a model has one learning rate with two factors. runs: of `tuning_comparison`."""
+    known: set[tuple[str, str, int, float]] = set()
+    for run in runs:
+        size, _ = _size_and_factor(run)
+        key = size, run.model, run.seed, run.config.optimizer.lr
+        if key in known:
+            raise ValueError(
+                f"--tune: {run.model} has optimizer.lr = {key[-1]:g} with several factors of {size}: leave the key out of the "
+                f"command line and of models.{run.model}, and give factors that differ"
+            )
+        known.add(key)
+
+
 def write_rates(comparison: Comparison, runs: Sequence[Run], failed: Collection[str]) -> Section | None:
     """Write the best factor once all runs are complete or failed. Return the table, or None before that.
 
@@ -58,7 +72,7 @@ def write_rates(comparison: Comparison, runs: Sequence[Run], failed: Collection[
     losses: Losses = {}
     diverged = []
     for run in runs:
-        size, factor = run.size.rpartition("-")[0].removesuffix("lr").rsplit("_", 1)
+        size, factor = _size_and_factor(run)
         final = [result.final["loss"] for result in read_results([run]) if result.final]
         loss = final[0] if final and math.isfinite(final[0]) else None
         losses.setdefault(size, {}).setdefault(factor, {})[run.model] = loss
@@ -71,16 +85,33 @@ def write_rates(comparison: Comparison, runs: Sequence[Run], failed: Collection[
             f"ladder.tuning: with every factor a run diverged ({', '.join(diverged[:3])}; logs in {runs[0].folder.parent}); "
             "lower ladder.tuning.factors"
         )
-    write_text(comparison.folder / FILE, json.dumps({"factor": float(best), "losses": losses}, indent=1) + "\n")
+    rates = {size: _rate(comparison, size) for size in losses}
+    content = {"factor": float(best), "rates": rates, "losses": losses}
+    write_text(comparison.folder / FILE, json.dumps(content, indent=1) + "\n")
     return rates_table(with_tuned_rates(comparison))
 
 
+def _size_and_factor(run: Run) -> tuple[str, str]:
+    size, _, factor = run.size.rpartition("-")[0].removesuffix("lr").rpartition("_")
+    return size, factor
+
+
 def with_tuned_rates(comparison: Comparison) -> Comparison:
-    """Return the comparison with the learning rates that `write_rates` found; unchanged before that."""
+    """Return the comparison with the learning rates that `write_rates` found; unchanged before that.
+
+    Raises ValueError if a rate in `sizes` has changed since.
+    """
     path = comparison.folder / FILE
     if comparison.ladder is None or comparison.ladder.tuning is None or not path.is_file():
         return comparison
-    factor = _saved(comparison)["factor"]
+    saved = _saved(comparison)
+    factor = saved["factor"]
+    for size, rate in saved.get("rates", {}).items():
+        if rate != _rate(comparison, size):
+            raise ValueError(
+                f"{path}: the factor {factor:g} was measured with sizes.{size}.optimizer.lr = {rate:g}, which is "
+                f"{_rate(comparison, size):g} now: {_REMEDY}"
+            )
     sizes = {
         size: _scaled(comparison, size, factor) if size in comparison.ladder.parameters else tree
         for size, tree in comparison.sizes.items()
@@ -95,7 +126,7 @@ def rates_table(comparison: Comparison) -> Section:
         return Section(
             RATES_TITLE, [], [], "The rates are those of `sizes` in the file, not tuned. `--tune` tries others first."
         )
-    ladder, tuning = _sections(comparison)
+    ladder, _ = _sections(comparison)
     saved = _saved(comparison)
     losses: Losses = saved["losses"]
     rows = []
@@ -112,7 +143,8 @@ def rates_table(comparison: Comparison) -> Section:
     note += "fewest tokens per parameter." + _worse_than_own(losses, saved["factor"], labels)
     rates = ", ".join(f"{size} {_rate(comparison, size):.3g}" for size in ladder.parameters)
     note += f" Rates: {rates}."
-    if saved["factor"] in (min(tuning.factors), max(tuning.factors)):
+    tried = [float(factor) for factor in next(iter(losses.values()))]
+    if saved["factor"] in (min(tried), max(tried)):
         note += " The best factor is at the end of the grid: add factors to `ladder.tuning`."
     return Section(RATES_TITLE, ["size", "learning rate", "mean loss", *labels, ""], rows, note)
 

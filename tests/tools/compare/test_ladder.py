@@ -15,6 +15,7 @@ from data.corpus.discovery import source_files
 from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.pipeline import preprocess
 from megatron_lite.config.data_schema import DataConfig
+from models.config import ModelConfig
 from tests.data.inline_pool import Inline
 from tests.tools.compare.test_plan import EXPERIMENTS, comparison
 from tools.compare import held_out, ladder_predictions
@@ -244,7 +245,7 @@ def ladder_results(folder: Path, trained: bool = True) -> tuple[Any, list[Any], 
             config = SimpleNamespace(
                 batch=SimpleNamespace(tokens_of=lambda steps: steps),
                 schedule=SimpleNamespace(train_steps=tokens),
-                model=SimpleNamespace(mixers=(mixer,), num_layers=8, hidden_size=256, mlp_width=512),
+                model=ModelConfig(vocab_size=384, num_layers=8, hidden_size=256, num_heads=4, mixers=(mixer,)),
             )
             run: Any = SimpleNamespace(
                 model=model,
@@ -273,7 +274,8 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     (tmp_path / held_out.FILE).write_text(json.dumps(content))
     bins = [{"from": 1, "to": 8, "loss": 5.0}, {"from": 9, "to": 16, "loss": 4.0}]
     (runs[8].folder / held_out.POSITIONS).write_text(json.dumps({"bins": bins}))
-    sections, files = write_ladder(planned, planned.ladder, runs, results, rows_of(results))
+    unmeasured: Any = SimpleNamespace(**{**vars(runs[8]), "seed": 0, "folder": tmp_path / "seed0"})
+    sections, files = write_ladder(planned, planned.ladder, [unmeasured, *runs], results, rows_of(results))
     document = markdown(sections)
     loss = law(4e7, 4e8)
     predicted = next(line for line in document.splitlines() if "40m-10x" in line and line.startswith("| Softmax"))
@@ -295,6 +297,14 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     assert "<h2>Prediction of 40m</h2>" in page
     assert "data:image/png;base64," in page
     assert [path.name for path in files] == ["ladder.png", "ladder.html"]
+
+
+def test_report_holds_the_smaller_sizes_alone(tmp_path: Path) -> None:
+    planned, _, results = ladder_results(tmp_path)
+    small = [result for result in results if result.run.size.startswith("5m")]
+    runs = [result.run for result in small]
+    document = markdown(write_ladder(planned, planned.ladder, runs, small, rows_of(small))[0])
+    assert "## Loss at 5m-40x" in document
 
 
 def test_largest_size_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
@@ -336,6 +346,10 @@ def test_predictions_are_stored_before_the_largest_size_is_complete_and_then_kep
     assert f"Softmax: stored at {prediction.stored} UTC, before a run of 40m was complete." in document
     (tmp_path / ladder_predictions.FILE).unlink()
     assert not store()
+    # Another launch trains other seeds of the same models.
+    others = [SimpleNamespace(**{**vars(run), "complete": run is not runs[8]}) for run in runs]
+    store_predictions(planned, planned.ladder, others, [], runs)
+    assert not stored_predictions(planned)
 
 
 def test_a_rung_added_to_the_largest_size_gets_its_prediction(tmp_path: Path, monkeypatch) -> None:

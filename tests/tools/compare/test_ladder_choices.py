@@ -12,9 +12,17 @@ from typing import Any
 
 import pytest
 
+from models.config import ModelConfig
 from tests.tools.compare.test_ladder import ladder_results, law
 from tools.compare.ladder_choices import choices, noise_of_run, scores
 from tools.compare.results import Row
+
+
+def planned(model: str, *mixers: str, **options: Any) -> Any:
+    """Return a run of a model with two layers. options: of softmax attention."""
+    more = {"attention": options} if options else {}
+    config = ModelConfig(vocab_size=8, num_layers=2, hidden_size=64, num_heads=2, mixers=mixers, mixer_options=more)
+    return SimpleNamespace(model=model, config=SimpleNamespace(model=config))
 
 
 def test_mixers_within_the_noise_share_a_purpose() -> None:
@@ -25,8 +33,7 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
         return Row(model, model.upper(), size, 9, 9, {"loss": dict(enumerate(losses, 1)), **values})
 
     runs: list[Any] = [
-        SimpleNamespace(model=model, config=SimpleNamespace(model=SimpleNamespace(mixers=mixers)))
-        for model, mixers in (("a", ("attention",)), ("b", ("gla",)), ("c", ("gla", "attention")))
+        planned(model, *mixers) for model, mixers in (("a", ["attention"]), ("b", ["gla"]), ("c", ["gla", "attention"]))
     ]
     small = [row("a", "s", 5.0, 5.0), row("b", "s", 5.1, 5.12), row("c", "s", 4.9, 4.88)]
     large = [
@@ -48,6 +55,28 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
     assert alone.rows[0] == ["lowest loss", "C", "-", "3.9900", "A", "+0.0100"]
     assert "the noise of a difference is unknown" in alone.note
     assert choices("m", large[:1], runs, {}, {}).note == "A choice needs at least two mixers with a complete run of m."
+
+
+def test_linear_attention_and_a_window_have_a_state_of_constant_size() -> None:
+    runs = [
+        planned("softmax", "attention"),
+        planned("linear", "linear_attention"),
+        planned("normalised", "normalised_attention"),
+        planned("window", "attention", window=4),
+        planned("mixed", "attention", window=4, full_layers=[1]),
+    ]
+    rows = [Row(run.model, run.model, "m", 9, 9, {"loss": {1: 4.0 - i}}) for i, run in enumerate(runs)]
+    cells = {row[0]: list(row[1:]) for row in choices("m", rows, runs, {}, {}).rows}
+    assert cells["lowest loss"] == ["mixed", "-", "0.0000", "window", "+1.0000"]
+    assert cells["lowest loss with a state of constant size"] == ["window", "-", "1.0000", "normalised", "+1.0000"]
+
+
+def test_last_positions_have_the_noise_of_one_run() -> None:
+    """Compare two models with two seeds each. The noise of a run is 0.05, and the last positions are those of one run."""
+    losses = {"a": {1: 4.0, 2: 4.1}, "b": {1: 3.0, 2: 3.0}}
+    rows = [Row(model, model, "m", 9, 9, {"loss": values}) for model, values in losses.items()]
+    cells = {row[0]: row[-1] for row in choices("m", rows, [], {"a": 3.5, "b": 3.2}, {}).rows}
+    assert cells == {"lowest loss": "+1.0500 ± 0.0500", "last positions of a text": "+0.3000 ± 0.0707"}
 
 
 def test_noise_of_a_run_comes_from_its_own_size_or_from_the_predictions() -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from megatron_lite.config.loader import ConfigError, load_config
 from models.config import ModelConfig
-from models.language_model import count_parameters
+from models.language_model import LanguageModel, count_parameters
 from tools.compare.__main__ import all_runs, main
 from tools.compare.match_parameters import equal_width
 from tools.compare.spec import Comparison, Run, differing_keys, plan_runs, read_comparison
@@ -274,6 +274,10 @@ def test_comparison_of_image_classifiers_has_every_direction_and_no_text() -> No
     assert {model.direction for model in models.values()} == {"forward", "backward", "alternating", "both"}
     assert models["lion_s_natural"].patch_order == "both"
     assert all(run.config.data.objective == "classification" for run in runs)
+    alone = LanguageModel(models["lion_s"])
+    matrices = alone.embedding.projection.weight.numel() + alone.head.weight.numel()
+    body = next(run.body for run in runs if run.model == "lion_s")
+    assert body == sum(parameter.numel() for parameter in alone.parameters()) - matrices
     # The projection of a decay per channel is larger.
     parameters = [run.parameters for run in runs if run.model != "lion_s_vector"]
     assert max(parameters) < 1.02 * min(parameters)

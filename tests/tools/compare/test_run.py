@@ -209,6 +209,17 @@ def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
     assert f"was trained to step {steps + 4}, but the comparison ends at {steps}" in capsys.readouterr().err
 
 
+def test_other_runs_with_another_recipe_are_refused(place: Path, monkeypatch, capsys) -> None:
+    """Refuse results with runs that are not selected and were trained with an override."""
+    monkeypatch.chdir(place)
+    planned = read_comparison(Path("tiny.yml")).model_copy(update={"name": "mixed"})
+    (run, *_) = plan_runs(planned, models=["metala"], overrides=["optimizer.lr=0.5"])
+    write_text(run.file, run.text)
+    write_text(run.folder / "summary.json", "{}")
+    assert main(["tiny.yml", "--name", "mixed", "--models", "softmax", "--table"]) == 2
+    assert f"{run.folder} was started with other values (optimizer.lr: 0.5 in the file" in capsys.readouterr().err
+
+
 def test_diverged_run_fails_alone(place: Path, monkeypatch, capsys) -> None:
     """End a run whose losses are not finite (learning rate 1e20) with an error and without a summary."""
     monkeypatch.chdir(place)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.tools.compare.test_ladder import laddered
+from tests.tools.compare.test_plan import EXPERIMENTS
+from tools.compare.__main__ import main
 from tools.compare.results import Result
 from tools.compare.spec import plan_runs
 from tools.compare.tuning import FILE, rates_table, tuning_comparison, with_tuned_rates, write_rates
@@ -95,6 +97,11 @@ def test_one_factor_is_chosen_for_all_sizes(tmp_path: Path, monkeypatch) -> None
     assert "s: loss above that of the model's own best rate: metala +0.1000." in table.note
     tuned = plan_runs(with_tuned_rates(planned), models=["metala"], seeds=[1])
     assert {run.size.partition("-")[0]: run.config.optimizer.lr for run in tuned} == {"s": 2e-3, "m": 1e-3}
+    changed = planned.model_copy(update={"sizes": {**sizes, "s": {"optimizer": {"lr": 2e-3}}}})
+    with pytest.raises(
+        ValueError, match=r"factor 2 was measured with sizes.s.optimizer.lr = 0.001, which is 0.002 now: "
+    ):
+        with_tuned_rates(changed)
     for name in (runs[0].name, runs[-1].name):  # one run of every factor
         results[name] = replace(results[name], final={"loss": math.inf})
     with pytest.raises(
@@ -102,6 +109,30 @@ def test_one_factor_is_chosen_for_all_sizes(tmp_path: Path, monkeypatch) -> None
     ):
         write_rates(planned, runs, [run.name for run in runs])
     assert json.loads((planned.folder / FILE).read_text())["factor"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("factors", "measured", "best"), [([1 / 3, 2], ("0.333333", "2"), 0.333333), ([1, 2, 4], ("1", "2"), 2)]
+)
+def test_end_of_the_grid_is_that_of_the_measured_factors(
+    tmp_path: Path, monkeypatch, factors: list[float], measured: tuple[str, str], best: float
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tuning = {"sizes": ["s"], "models": ["metala"], "factors": factors}
+    sizes = {"s": {"optimizer": {"lr": 1e-3}}, "m": {"optimizer": {"lr": 5e-4}}}
+    planned = laddered(tuning=tuning).model_copy(update={"sizes": sizes})
+    planned.folder.mkdir(parents=True)
+    losses = {factor: {"metala": abs(float(factor) - best)} for factor in measured}
+    (planned.folder / FILE).write_text(json.dumps({"factor": best, "losses": {"s": losses}}))
+    assert "The best factor is at the end of the grid" in rates_table(with_tuned_rates(planned)).note
+
+
+def test_one_rate_with_several_factors_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [str(EXPERIMENTS / "ladder_small.yml"), "--tune", "--plan", "--models", "metala", "model.vocab_size=512"]
+    assert main(words) == 0
+    assert main([*words, "optimizer.lr=1e-3"]) == 2
+    assert "--tune: metala has optimizer.lr = 0.001 with several factors of 600k" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
