@@ -19,6 +19,8 @@ CLASSES = 10
 MIN, MAX, MED, SM, CLOSE, PAD = range(10, 16)
 # Expressions drawn together. Most are too short or too long and are dropped before their tokens are written.
 _TREES = 4_000
+# Draws without a single expression of the required length, after which such expressions count as too rare.
+_DRAWS = 100
 
 Numbers = NDArray[np.int64]
 
@@ -42,7 +44,7 @@ def listops(
 
     Returns tokens [examples, length] int8 and labels [examples, 1] int32, 0 to 9.
 
-    Raises ValueError for impossible lengths, and for fewer than 2 arguments or levels.
+    Raises ValueError for impossible or very rare lengths, and for fewer than 2 arguments or levels.
     """
     if arguments < 2 or depth < 2:
         raise ValueError(f"{arguments} arguments, depth {depth}: at least 2 each is required")
@@ -54,8 +56,14 @@ def listops(
     generator = np.random.default_rng(seed)
     tokens = np.full((examples, length), PAD, np.int8)
     labels = np.empty((examples, 1), np.int32)
-    done = 0
+    done = draws = 0
     while done < examples:
+        if draws == _DRAWS and not done:
+            raise ValueError(
+                f"lengths {shortest} to {length}: none of {draws * _TREES:,} expressions with {arguments} arguments, depth "
+                f"{depth} and nested = {nested:g} has such a length; lower shortest, or raise depth, arguments or nested"
+            )
+        draws += 1
         levels = _draw(generator, depth, arguments, nested)
         size = levels[0].size
         valid = np.flatnonzero((size >= shortest) & (size <= length))[: examples - done]

@@ -16,7 +16,7 @@ import train
 from megatron_lite.checkpoint import reader as checkpoint
 from tests.cli.conftest import metrics_lines, train_lines
 from tests.cli.test_resume import copy_stopped_run
-from tests.made_images import CLASSES, encoded, picture, write_parquet
+from tests.made_images import CLASSES, encoded, picture, write_folder, write_parquet
 from tools import generate, image_sizes, masked_forms
 from tools.length import __main__ as length
 
@@ -230,3 +230,13 @@ def test_unfit_teacher_is_refused(arguments, tmp_path, capsys):
     assert train.main(arguments("student", **settings, **changes)) == 2
     assert "its mean is [0.485, 0.456, 0.406], and this run has [0.5, 0.5, 0.5]" in capsys.readouterr().err
     assert not (tmp_path / "student" / "checkpoints").exists()
+
+
+def test_teacher_with_another_order_of_the_classes_is_refused(arguments, tmp_path, capsys):
+    """Train the teacher on folders, whose classes are sorted."""
+    short = {"schedule.train_steps": 1, "evaluation.interval": 0, "model.num_layers": 1}
+    folder = write_folder(tmp_path / "folder", 2)
+    assert train.main(arguments("teacher", **short, **{"data.images": f"{{train: {folder}}}"})) == 0
+    assert train.main(arguments("student", **short, **{"classification.teacher": tmp_path / "teacher"})) == 2
+    message = "its classes are blue, green, red, ... and those of data.images.train red, green, blue, ..."
+    assert message in capsys.readouterr().err

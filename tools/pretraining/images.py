@@ -51,7 +51,9 @@ class ImageObjective:
                     f"data.images.{part} has the classes {', '.join(images.class_names[:5])}, ... and data.images.train "
                     f"{', '.join(train.class_names[:5])}, ...: name files with the same classes in the same order"
                 )
-        self._teacher = None if config.classification.teacher is None else Teacher(config, grid.device)
+        self._teacher = None
+        if config.classification.teacher is not None:
+            self._teacher = Teacher(config, grid.device, train.class_names)
         self.tokenizer_hash: str | None = None
         self.source = f"{len(train):,} images of {len(train.class_names)} classes"
 

@@ -17,9 +17,10 @@ from megatron_lite.config.image_schema import ClassificationConfig
 from megatron_lite.config.schema import Config
 from megatron_lite.trainer import Steps
 from models.config import ModelConfig
+from tools.conversion.export_images import class_names
 from tools.conversion.export_source import model_class
 from tools.conversion.hf_folder import read_config
-from tools.loading.model import build_model, model_config
+from tools.loading.model import build_model, model_config, run_of
 from tools.loading.token_data import data_config
 
 _KEY = "classification.teacher"
@@ -30,19 +31,22 @@ class Teacher:
 
     Args:
         config: of the run; `classification.teacher` is a run or checkpoint of this project, or a Hugging Face folder.
+        class_names: of the run's classes, in their order.
 
     Raises:
-        ValueError: a teacher with other classes, image size or normalisation, or one that is no image classifier.
+        ValueError: a teacher with other classes, image size or normalisation, with the same classes in another order, or one
+            that is no image classifier.
         CheckpointError, FileNotFoundError: there is no teacher.
     """
 
-    def __init__(self, config: Config[ModelConfig], device: torch.device) -> None:
+    def __init__(self, config: Config[ModelConfig], device: torch.device, class_names: Sequence[str]) -> None:
         self._settings: ClassificationConfig = config.classification
         path = Path(str(self._settings.teacher))
         try:
             model, facts = _exported(path) if (path / "config.json").is_file() else _checkpoint(path)
         except (FileNotFoundError, CheckpointError) as error:
             raise type(error)(f"{_KEY}: {error}") from error
+        names = facts.pop("names")
         images = config.data.images
         needed = {
             "classes": config.model.vocab_size,
@@ -55,6 +59,12 @@ class Teacher:
                 raise ValueError(
                     f"{_KEY} = {path}: its {name} is {value}, and this run has {needed[name]}; name another teacher"
                 )
+        # Other names may be other words for the same classes.
+        if names != list(class_names) and sorted(names) == sorted(class_names):
+            raise ValueError(
+                f"{_KEY} = {path}: its classes are {', '.join(names[:5])}, ... and those of data.images.train "
+                f"{', '.join(class_names[:5])}, ...: name a teacher with the same order of classes"
+            )
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._model: Any = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
         self._device, self._dtype = device, dtype
@@ -97,6 +107,7 @@ def _checkpoint(path: Path) -> tuple[Any, dict[str, Any]]:
     images = data_config(config).images
     facts = {"classes": shape.vocab_size, "image size": shape.image_size}
     facts |= {"mean": list(images.mean), "std": list(images.std)}
+    facts["names"] = class_names(run_of(checkpoint), shape.vocab_size)
     return build_model(shape, read_weights(checkpoint), checkpoint), facts
 
 
@@ -114,6 +125,7 @@ def _exported(folder: Path) -> tuple[Any, dict[str, Any]]:
     facts: dict[str, Any] = {
         "classes": len(model.config.id2label),
         "image size": size if isinstance(size, int) else None,
+        "names": [str(name) for _, name in sorted(model.config.id2label.items())],
     }
     processor = folder / "preprocessor_config.json"
     if processor.is_file():

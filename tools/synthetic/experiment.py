@@ -164,7 +164,7 @@ class Run:
     Attributes:
         data: arguments of the task's generator except `length`, and the numbers of examples.
         network: keys of `models.config.ModelConfig` and of `tools.synthetic.network`.
-        epoch_steps: steps per epoch, on other examples each epoch; None for all examples.
+        epoch_steps: steps per epoch; the next epochs read the next examples until all are read. None for all examples.
     """
 
     suite: str
@@ -211,11 +211,15 @@ class Run:
         return {key: value for key, value in asdict(self).items() if value != defaults[key]}
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Return optimizer steps per epoch. `drop_last` leaves out the examples beyond whole batches, others in each epoch."""
+    def steps_per_pass(self) -> int:
+        """Return optimizer steps per pass over the examples. `drop_last` leaves out a part of a batch, another one each pass."""
         examples = int(self.data["train_examples"])
-        steps = max(1, examples // self.batch_size) if self.drop_last else -(-examples // self.batch_size)
-        return min(steps, self.epoch_steps or steps)
+        return max(1, examples // self.batch_size) if self.drop_last else -(-examples // self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return optimizer steps per epoch, which is a pass or, with `epoch_steps`, a part of one."""
+        return min(self.steps_per_pass, self.epoch_steps or self.steps_per_pass)
 
     @property
     def steps(self) -> int:

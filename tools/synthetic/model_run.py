@@ -155,7 +155,7 @@ class ModelRun:
                 if name in optimizer_state:
                     optimizer_state[name].copy_(value)
                 else:
-                    optimizer_state[name] = value.clone()
+                    optimizer_state[name] = value.to(flat.master.device, copy=True)
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the learning rate of epoch 0, 1, ...: lr, or a cosine to min_lr that changes once per epoch.

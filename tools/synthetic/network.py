@@ -61,6 +61,11 @@ def model_config(run: Run) -> ModelConfig:
         if norm != "batchnorm" or not run.classifies:
             # In a language model a token would see later tokens of the batch.
             raise refusal("norm", norm, "are layernorm and rmsnorm, for a classifier also batchnorm")
+        if not run.drop_last:
+            raise ValueError(
+                "drop_last = false with norm = batchnorm: rows that fill the last batch would be in its statistics; set "
+                "drop_last = true"
+            )
         del keys["norm"]
     if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and run.classifies):
         raise refusal("head_bias", bias, "are true and false, for a classifier only false")

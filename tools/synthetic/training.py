@@ -155,6 +155,7 @@ class SideBySide:
         self._ends = list(itertools.accumulate(len(part.tokens) // self._size for part in evaluation_sets))
         self._test = concatenate(evaluation_sets)
         self._batches = first.steps_per_epoch
+        self._epochs_per_pass = first.steps_per_pass // self._batches
         self._examples = int(first.data["train_examples"])
         self._order = torch.arange(self._batches * self._size, device=device).view(-1, self._size)
         self._test_order = torch.arange(len(self._test.tokens), device=device).view(-1, self._size)
@@ -171,13 +172,14 @@ class SideBySide:
             self._capture_graphs()
 
     def train_epoch(self, epoch: int) -> None:
-        """Train one epoch on all batches, in an order that depends only on the seed and the epoch."""
-        generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
+        """Train one epoch on its batches, in an order that depends only on the seed and the epoch."""
+        whole_pass, part = divmod(epoch, self._epochs_per_pass)
+        generator = torch.Generator().manual_seed(1_000_003 * self._seed + whole_pass)
         order = torch.randperm(self._examples, generator=generator)
-        rows = self._order.numel()
         # Without drop_last, rows without labels fill the last batch.
-        order = torch.cat([order, torch.arange(self._examples, max(self._examples, rows))])[:rows]
-        self._order.copy_(order.view_as(self._order))
+        order = torch.cat([order, torch.arange(self._examples, len(self._train.tokens))])
+        rows = self._order.numel()
+        self._order.copy_(order[part * rows : (part + 1) * rows].view_as(self._order))
         self._batch_index.zero_()
         for model_run in self.model_runs:
             model_run.begin_epoch(epoch)

@@ -133,3 +133,10 @@ def test_seeds() -> None:
 def test_impossible_lengths_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=r"at least 2 each|expressions have 4 to"):
         listops(1, **{"length": 200, "shortest": 10, **wrong})
+
+
+@pytest.mark.parametrize("rare", [{"depth": 4}, {"nested": 0.0}])
+def test_lengths_that_no_drawn_expression_has_are_refused(rare: dict) -> None:
+    """Raise instead of drawing without end."""
+    with pytest.raises(ValueError, match=r"lengths 500 to 2000: none of 400,000 expressions with 10 arguments, depth "):
+        listops(1, **rare)

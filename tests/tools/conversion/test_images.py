@@ -113,7 +113,7 @@ def test_teacher_of_an_export_gives_deits_targets(run, labels):
     settings = [f"classification.teacher={folder / 'export'}", f"classification.teacher_labels={labels}"]
     config = load_config([folder / "empty.yml"], [*overrides, *settings], model_type=ModelConfig, world_size=1)
     batch = {"tokens": torch.randn(4, 3, 8, 8), "targets": torch.eye(3)[[0, 1, 2, 0]]}
-    result = Teacher(config, torch.device("cpu")).with_targets(batch)
+    result = Teacher(config, torch.device("cpu"), CLASSES).with_targets(batch)
     logits = model(batch["tokens"]).detach()
     if labels == "hard":
         torch.testing.assert_close(result["targets"], 0.5 * batch["targets"] + 0.5 * torch.eye(3)[logits.argmax(-1)])

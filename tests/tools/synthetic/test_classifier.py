@@ -15,7 +15,7 @@ from tools.synthetic.experiment import Run, load_experiment, plan
 from tools.synthetic.model_run import ModelRun
 from tools.synthetic.network import model_config
 from tools.synthetic.run_checkpoint import TimeUpError
-from tools.synthetic.training import train_together
+from tools.synthetic.training import SideBySide, train_together
 
 CPU = torch.device("cpu")
 BATCHNORM = "network.norm=batchnorm"
@@ -78,6 +78,18 @@ def test_a_resumed_run_keeps_the_averages(precision: str, tmp_path: Path) -> Non
         assert resumed[key] == expected[key]
 
 
+def test_loaded_moments_are_on_the_device_of_the_weights() -> None:
+    """Load into an optimizer that has made no step, as in a resumed run without a CUDA graph."""
+    run = run_of()
+    trained = SideBySide([run], prepare(run, CPU), CPU)
+    trained.train_epoch(0)
+    resumed = ModelRun(run, torch.device("meta"))
+    resumed.load_state(trained.model_runs[0].state())
+    moments = [value for flat in resumed.flats for value in resumed._optimizer.state[flat.master].values()]
+    assert {value.device.type for value in moments} == {"meta"}
+    assert len(moments) == 3 * len(resumed.flats)
+
+
 def test_tied_dropout_drops_a_channel_at_all_tokens() -> None:
     model_run = ModelRun(run_of("network.residual_dropout=0.5", "network.tie_dropout=true"), CPU)
     network = model_run.network
@@ -113,3 +125,9 @@ def test_a_language_model_has_neither(word: str, message: str) -> None:
     run = plan(load_experiment("mqar", ["models=[metala]", "widths=[64]", "lrs=[1e-3]", word]), "fp32")[0]
     with pytest.raises(ValueError, match=message):
         model_config(run)
+
+
+def test_rows_that_fill_a_batch_are_not_in_the_statistics() -> None:
+    """Refuse a last batch that is filled with rows without labels."""
+    with pytest.raises(ValueError, match=r"drop_last = false with norm = batchnorm: .*; set drop_last = true"):
+        model_config(run_of(BATCHNORM, "drop_last=false"))

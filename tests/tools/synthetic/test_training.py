@@ -177,6 +177,25 @@ def test_each_epoch_is_a_new_permutation(runs: Runs) -> None:
     assert set(taken) < set(range(350))
 
 
+def test_short_epochs_together_read_every_example_once(runs: Runs) -> None:
+    (run,) = runs("data.train_examples=350", "epochs=4", "epoch_steps=2")  # five steps per pass
+    steps = SideBySide([run], prepare(run, CPU), CPU)
+    orders = []
+    for epoch in range(4):
+        steps.train_epoch(epoch)
+        orders.append(steps._order.flatten().tolist())
+    passes = [orders[0] + orders[1], orders[2] + orders[3]]
+    assert [len(set(taken)) for taken in passes] == [4 * 64] * 2
+    assert passes[0] != passes[1]
+    run = replace(run, drop_last=False, epoch_steps=3)  # six steps per pass
+    steps = SideBySide([run], prepare(run, CPU), CPU)
+    taken = []
+    for epoch in range(2):
+        steps.train_epoch(epoch)
+        taken += steps._order.flatten().tolist()
+    assert sorted(taken) == list(range(6 * 64)), "the examples, then the rows that fill the last batch"
+
+
 def test_learning_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
     (run,) = runs("epochs=4", "min_lr=1e-4")
     model_run = ModelRun(run, CPU)
