@@ -66,8 +66,8 @@ class LionOptions:
     )
     value_init: Literal["normal", "zero_order_hold"] = option(
         "normal",
-        "Initial weight of values. normal: as the other projections. zero_order_hold: the diagonal matrix of the initial "
-        "(decay - 1) / decay.",
+        "Initial weight of values. normal: as the other projections. zero_order_hold: the diagonal matrix of (1 - decay) / rate, "
+        "with the initial decay exp(-dt rate); decay_init sets the rate: n + 1, 1/2, or -log decay for a time step of one token.",
     )
     scaled: bool = option(
         True, "true: divide each output by its normalizer, the row sum of the decayed attention matrix."
@@ -184,7 +184,7 @@ class Lion(nn.Module):
                 if weight is not None:
                     init_normal(weight, options.init_std)
         if options.value_init == "zero_order_hold":
-            held = -torch.expm1(-log_decay)  # (lambda - 1) / lambda
+            held = -torch.expm1(log_decay) / _initial_rates(options, log_decay, self.head_dim)
             with torch.no_grad():
                 self.v_proj.weight.copy_(torch.diag(held.repeat_interleave(size // len(held))))
         self.project_inputs: FusedProjections = apply_each
@@ -347,3 +347,12 @@ def _initial_log_decays(options: LionOptions, heads: int, head_dim: int) -> Tens
     else:
         log_decay = torch.full((heads,), -log(2) / options.half_life, dtype=torch.float64)
     return log_decay if options.decay_per == "head" else log_decay.repeat_interleave(head_dim)
+
+
+def _initial_rates(options: LionOptions, log_decay: Tensor, head_dim: int) -> Tensor:
+    """Return the rate r of every decay exp(-dt r) of `_initial_log_decays`; with dt = 1 unless `decay_init` has time steps."""
+    if options.decay_init == "s4d_lin":
+        return torch.full_like(log_decay, 0.5)
+    if options.decay_init == "hippo":
+        return torch.arange(1, head_dim + 1, dtype=log_decay.dtype).repeat(len(log_decay) // head_dim)
+    return -log_decay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, log
 from typing import Any
 
 import pytest
@@ -34,18 +34,22 @@ def test_initial_lion_decays() -> None:
 
 
 def test_initial_decays_and_values_of_long_range_arena() -> None:
-    """HiPPO-LegS has the diagonal -(n + 1). A zero-order hold is Lambda^-1 (Lambda - I)."""
+    """Check the diagonal A = -(n + 1) of HiPPO-LegS, and the zero-order hold A^-1 (exp(A dt) - I)."""
     options = {"decay_per": "channel", "decay_init": "hippo", "dt_min": 0.01, "dt_max": 0.08, "init_std": 0.1}
     rates = torch.outer(torch.tensor([0.01, 0.02, 0.04, 0.08], dtype=torch.float64), torch.arange(1.0, 9.0).double())
     lion = initial_mixer("lion", {**options, "value_init": "zero_order_hold"})
     torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-rates).exp().flatten(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(lion.v_proj.weight.double().diag(), 1 - rates.exp().flatten())
+    held = (1 - (-rates).exp()) / torch.arange(1.0, 9.0)
+    torch.testing.assert_close(lion.v_proj.weight.double().diag(), held.flatten(), rtol=1e-6, atol=0)
     assert lion.v_proj.weight.count_nonzero() == 32
-    lin = initial_mixer(
-        "lion", {**options, "decay_init": "s4d_lin", "decay_per": "value_channel", "causal": False}
-    ).decay
-    steps = 0.01 * 8 ** (torch.arange(32, dtype=torch.float64) / 31)
-    torch.testing.assert_close(torch.sigmoid(lin.double()), (-steps / 2).exp(), rtol=1e-6, atol=0)
+    lin = {**options, "decay_init": "s4d_lin", "decay_per": "value_channel", "causal": False}
+    other = initial_mixer("lion", {**lin, "value_init": "zero_order_hold"})
+    expected = (-0.01 * 8 ** (torch.arange(32, dtype=torch.float64) / 31) / 2).exp()
+    torch.testing.assert_close(torch.sigmoid(other.decay.double()), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(other.v_proj.weight.double().diag(), 2 * (1 - expected), rtol=1e-6, atol=0)
+    retnet = initial_mixer("lion", {"decay_init": "retnet", "value_init": "zero_order_hold"})
+    last = 1 - 2.0**-8
+    assert retnet.v_proj.weight[-1, -1].item() == pytest.approx((1 - last) / -log(last), rel=1e-6)
     for weight in (lion.q_proj.weight, lion.k_proj.weight, lion.decay_weight):
         assert weight.std().item() == pytest.approx(0.1, rel=0.1)
     for name in ("metala", "metala_bidirectional"):
