@@ -67,7 +67,7 @@ class LionOptions:
     value_init: Literal["normal", "zero_order_hold"] = option(
         "normal",
         "Initial weight of values. normal: as the other projections. zero_order_hold: the diagonal matrix of (1 - decay) / rate, "
-        "with the initial decay exp(-dt rate); decay_init sets the rate: n + 1, 1/2, or -log decay for a time step of one token.",
+        "where the initial decay is exp(-dt rate). rate: n + 1 with hippo, 1/2 with s4d_lin, else -log decay, with dt = 1.",
     )
     scaled: bool = option(
         True, "true: divide each output by its normalizer, the row sum of the decayed attention matrix."

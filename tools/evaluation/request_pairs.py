@@ -7,7 +7,6 @@ boundary. Three cases follow:
 - Only the last id of the context differs. The tokenizers of this project end a word with its space: "the cat sat" is "the ",
   "cat ", "sat", and "the cat" alone ends with "cat". The harness gives "cat" to the model, which no text has before "sat". This
   project gives the ids of the whole.
-
 - The whole has no more ids than the context, and the harness ends with an assertion. The continuation is then encoded
   alone (`Pair.apart`).
 - The whole begins with other ids than the context before its last id, so that the split is at another place of the text. The
