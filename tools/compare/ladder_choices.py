@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,14 @@ _FEW_RUNS = 5
 _SHOWN = 3
 # Score of a run: (suite, task, metric).
 Key = tuple[str, str, str]
+
+
+class Score(NamedTuple):
+    """Hold a score, its standard error, and the score of a model that has learned nothing; None if unknown."""
+
+    value: float
+    error: float | None = None
+    nothing: float | None = None
 
 
 def choices(
@@ -116,7 +125,10 @@ def _noise_of_seeds(rows: Sequence[Row]) -> tuple[float, str]:
 
 
 def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section:
-    """Return the scores of a rung's runs, with chance and the correlation with the loss over the runs of every rung."""
+    """Return the scores of a rung's runs, and their correlation with the loss over the runs of every rung.
+
+    Tasks in which the runs have learned nothing are only named.
+    """
     losses = {result.run.folder: result.final["loss"] for result in results if result.final}
     losses = {folder: loss for folder, loss in losses.items() if math.isfinite(loss)}
     measured = {run.folder: _scores_of(run) for run in runs if run.folder in losses}
@@ -125,28 +137,35 @@ def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section
         if run.size == rung and measured.get(run.folder):
             of_rung.setdefault(run.label, []).append(run)
     keys = dict.fromkeys(key for group in of_rung.values() for run in group for key in measured[run.folder])
-    cells = []
+    cells, nothing = [], []
     for key in keys:
-        pairs = [(losses[folder], values[key][0]) for folder, values in measured.items() if key in values]
-        chance = next(values[key][2] for values in measured.values() if key in values)
-        row = [f"{key[1]}, {key[2]}", "-" if chance is None else f"{chance:.3f}", _correlation(pairs)]
-        for group in of_rung.values():
-            found = [measured[run.folder][key] for run in group if key in measured[run.folder]]
-            row.append(_score(found) if found else "-")
-        cells.append(row)
+        groups = [
+            [measured[run.folder][key] for run in group if key in measured[run.folder]] for group in of_rung.values()
+        ]
+        found = [score for group in groups for score in group]
+        name, lowest = f"{key[1]}, {key[2]}", found[0].nothing
+        if not _above_nothing(found):
+            nothing.append(name)
+            continue
+        pairs = [(losses[folder], values[key].value) for folder, values in measured.items() if key in values]
+        row = [name, "-" if lowest is None else f"{lowest:.3f}", _correlation(pairs)]
+        cells.append([*row, *(_mean_score(group) if group else "-" for group in groups)])
     note = (
-        "Score ± standard error over the examples, of fine-tuned models over the seeds. Scores within two standard errors of "
-        f"chance show nothing. Correlation: of score and validation loss over all runs with the score, from {_FEW_RUNS} runs on."
+        "Score ± standard error over the examples, of fine-tuned models over the seeds. Without learning: the better of chance "
+        f"and the most frequent answer. Correlation: of score and validation loss over all runs with the score, from {_FEW_RUNS} "
+        "runs on."
     )
+    if nothing:
+        note += f" Left out, since the mean of the models is within two standard errors of that score: {'; '.join(nothing)}."
     complete = dict.fromkeys(run.label for run in runs if run.size == rung and run.folder in losses)
     if without := ", ".join(label for label in complete if label not in of_rung):
         note += f" Not measured: {without}."
-    header = ["task", "chance", "correlation with the loss", *of_rung]
+    header = ["task", "without learning", "correlation with the loss", *of_rung]
     causal = all(run.causal for run in runs)
     commands = "`--recall`, and `eval.py` with a run, write" if causal else "`tools.finetune_glue` with a run writes"
     missing = f"Not measured: {commands} scores to the runs' folders."
     title = f"Zero-shot scores and recall at {rung}" if causal else f"Scores after fine-tuning at {rung}"
-    return Section(title, header, cells, note if cells else missing)
+    return Section(title, header, cells, note if keys else missing)
 
 
 def _best(values: Mapping[str, float], error: float) -> list[str]:
@@ -173,8 +192,8 @@ def _by_source(here: Sequence[Row]) -> list[list[str]]:
     return [["lowest loss in most sources", first, "-", counts[0], *after]]
 
 
-def _scores_of(run: Run) -> dict[Key, tuple[float, float | None, float | None]]:
-    """Return score, standard error and chance by suite, task and metric; empty without a results file."""
+def _scores_of(run: Run) -> dict[Key, Score]:
+    """Return the scores by suite, task and metric; empty without a results file."""
     path, found = run.folder / RESULTS_FILE, _fine_tuned(run)
     if not path.is_file():
         return found
@@ -185,13 +204,16 @@ def _scores_of(run: Run) -> dict[Key, tuple[float, float | None, float | None]]:
             for metric, value in metrics.items():
                 if isinstance(value, int | float) and metric in details:
                     detail = details[metric]
-                    found[suite, task, metric] = float(value), detail.get("stderr"), detail.get("chance")
+                    known = [detail[key] for key in ("chance", "majority") if detail.get(key) is not None]
+                    # Retrieval tasks have no chance: an answer of many digits is never guessed.
+                    nothing = 0.0 if suite in ("ruler", "needle") else max(known, default=None)
+                    found[suite, task, metric] = Score(float(value), detail.get("stderr"), nothing)
     return found
 
 
-def _fine_tuned(run: Run) -> dict[Key, tuple[float, float | None, float | None]]:
+def _fine_tuned(run: Run) -> dict[Key, Score]:
     """Return mean and standard error over the seeds that `tools.finetune_glue` wrote for a run."""
-    found: dict[Key, tuple[float, float | None, float | None]] = {}
+    found: dict[Key, Score] = {}
     for path in sorted(run.folder.glob("*/glue.json")):
         tasks = read_json(path, f"remove it; tools.finetune_glue {run.folder} writes it again", "runs")["runs"]
         for task, seeds in tasks.items():
@@ -199,16 +221,25 @@ def _fine_tuned(run: Run) -> dict[Key, tuple[float, float | None, float | None]]
                 values = [values[metric] for values in seeds.values() if values.get(metric) is not None]
                 if values:
                     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-                    found["fine-tuned", f"{task} after fine-tuning", metric] = statistics.mean(values), error, None
+                    found["fine-tuned", f"{task} after fine-tuning", metric] = Score(statistics.mean(values), error)
     return found
 
 
-def _score(found: Sequence[tuple[float, float | None, float | None]]) -> str:
-    errors = [error for _, error, _ in found if error is not None]
+def _above_nothing(found: Sequence[Score]) -> bool:
+    """Return whether the mean is two standard errors above that of a model without learning; True if this is unknown."""
+    nothing = found[0].nothing
+    if nothing is None:
+        return True
+    # The runs share the examples, so their mean has the error of one run.
+    error = statistics.mean(score.error or 0.0 for score in found)
+    return statistics.mean(score.value for score in found) > nothing + 2 * error
+
+
+def _mean_score(found: Sequence[Score]) -> str:
+    value, errors = statistics.mean(score.value for score in found), [s.error for s in found if s.error is not None]
     # The seeds share the examples, so their mean has the error of one run.
-    return f"{statistics.mean(value for value, _, _ in found):.3f}" + (
-        f" ± {statistics.mean(errors):.3f}" if errors else ""
-    )
+    numbers = [value, *([statistics.mean(errors)] if errors else [])]
+    return " ± ".join(f"{number:,.0f}" if value >= 100 else f"{number:.3f}" for number in numbers)
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> str:

@@ -224,10 +224,10 @@ def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, flo
 
 
 def _add_to_run(loaded: LoadedModel, results: Results, prepared: Prepared) -> None:
-    """Add the scores to the run's results file with standard error, chance and number of documents."""
+    """Add the scores to the run's results file with standard error, chance, majority class and number of documents."""
     from tools.evaluation.run_results import add_to_run
 
-    members, chance = results["metalion"].get("members", {}), results["metalion"].get("chance", {})
+    members, chance, majority = (results["metalion"].get(key, {}) for key in ("members", "chance", "majority"))
     scores: dict[str, Any] = {}
     details: dict[str, Any] = {}
     for suite in prepared.suites:
@@ -238,7 +238,12 @@ def _add_to_run(loaded: LoadedModel, results: Results, prepared: Prepared) -> No
             shared = {"documents": samples.get("effective"), "whole": samples and whole_size(results, task)}
             scores.setdefault(suite.name, {})[task] = {metric: value for metric, (value, _) in values.items()}
             details.setdefault(suite.name, {})[task] = {
-                metric: {"stderr": error, "chance": chance.get(task) if metric.startswith("acc") else None, **shared}
+                metric: {
+                    "stderr": error,
+                    "chance": chance.get(task) if metric.startswith("acc") else None,
+                    "majority": majority.get(task, {}).get(metric),
+                    **shared,
+                }
                 for metric, (_, error) in values.items()
             }
     add_to_run(loaded, scores, details)

@@ -108,18 +108,24 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
     for run, result in zip(runs, results, strict=True):
         if run.model == "softmax":
             value = 10 - (result.final or {})["loss"]
-            content = {"results": {"ruler": {"niah": {"score": value}}}, "details": {}}
-            content["details"] = {"ruler": {"niah": {"score": {"stderr": 0.125, "chance": 0.25}}}}
+            content = {"results": {"tasks": {"boolq": {"acc": value}, "copa": {"acc": 0.6}}}, "details": {}}
+            detail = {"stderr": 0.125, "chance": 0.25}
+            content["details"] = {"tasks": {"boolq": {"acc": detail}, "copa": {"acc": {**detail, "majority": 0.4}}}}
+            content["results"]["ruler"] = {"niah": {"score": 0}}
+            content["details"]["ruler"] = {"niah": {"score": {"stderr": 0.0}}}
             (run.folder / "results.json").write_text(json.dumps(content))
     glue = {"runs": {"imdb": {"pretrained/0": {"accuracy": 0.8}, "pretrained/1": {"accuracy": 0.9}}}}
     (runs[8].folder / "imdb").mkdir()
     (runs[8].folder / "imdb" / "glue.json").write_text(json.dumps(glue))
     section = scores("40m-10x", runs, results)
     assert section.rows[0] == ["imdb after fine-tuning, accuracy", "-", "-", "0.850 ± 0.050"]
-    assert list(section.header) == ["task", "chance", "correlation with the loss", "Softmax"]
+    assert list(section.header) == ["task", "without learning", "correlation with the loss", "Softmax"]
     row = section.rows[1]
-    assert row[:3] == ["niah, score", "0.250", "-1.00"]
+    assert row[:3] == ["boolq, acc", "0.250", "-1.00"]
     assert row[3] == f"{10 - law(4e7, 4e8):.3f} ± 0.125"
+    # Of the better of chance and the most frequent answer, 0.6 is within two standard errors of 0.125.
+    assert len(section.rows) == 2
+    assert "two standard errors of that score: copa, acc; niah, score." in section.note
     assert not scores("5m-10x", runs, []).rows
     for run in runs:
         run.causal = False
