@@ -10,7 +10,7 @@ import difflib
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import field
-from math import inf, isclose
+from math import inf, isclose, isqrt
 from typing import Any, Literal, Protocol
 
 # Descriptions of options that several mixers have.
@@ -79,10 +79,10 @@ def require_divisor(key: str, value: int, name: str, dividend: float) -> None:
 
 def nearest_divisors(dividend: int, wanted: int) -> list[int]:
     """Return the largest divisor of `dividend` below `wanted` and the smallest above it, as far as they exist."""
-    divisors = [d for d in range(1, dividend + 1) if dividend % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return below + above
+    small = [d for d in range(1, isqrt(dividend) + 1) if dividend % d == 0]
+    divisors = {*small, *(dividend // d for d in small)}
+    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]
 
 
 def nearest_multiples(value: int, factor: int) -> str:

@@ -13,6 +13,8 @@ from megatron_lite.config.section import Fraction, Section, Text, changed_keys, 
 Problems = Iterator[tuple[tuple[str, ...], str]]
 _OBJECTIVE = ("data", "objective")
 _OF_TEACHER = ("teacher_labels", "teacher_weight", "temperature")
+# Key of data.images -> the crop that reads it.
+_CROP_OF = {"padding": "pad", "min_area": "resized"}
 _Triple = tuple[float, float, float]
 _Deviations = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
 
@@ -116,6 +118,10 @@ def image_problems(config: Any) -> Problems:
     elif "temperature" in teaching and config.classification.teacher_labels == "hard":
         text = "requires classification.teacher_labels = soft; set it, or remove this key"
         yield ("classification", "temperature"), text
+    for path, value in changed_keys(data.images, ("data", "images")):
+        crop = _CROP_OF.get(path[-1], data.images.crop)
+        if crop != data.images.crop:
+            yield path, f"= {json.dumps(value)} requires data.images.crop = {crop}; set it, or remove this key"
     if size is None:
         text = "is missing: data.objective = classification needs the height and width of its images, in pixels"
         yield ("model", "image_size"), text

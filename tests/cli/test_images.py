@@ -121,6 +121,10 @@ def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, ca
         ({"data.images.train": "absent.parquet"}, "absent.parquet does not exist"),
         ({"classification.teacher": "absent"}, "classification.teacher: absent does not exist"),
         (
+            {"data.images.crop": "none", "data.images.padding": 2},
+            "data.images.padding = 2 requires data.images.crop = pad; set it, or remove this key",
+        ),
+        (
             {"classification.teacher_labels": "soft"},
             "classification.teacher_labels requires classification.teacher: name one, or remove this key",
         ),
