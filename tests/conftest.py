@@ -81,6 +81,14 @@ def unsynced() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def without_loss_figure() -> Iterator[None]:
+    """Leave out `loss.png`, which takes half a second, from the runs in this process. tests/tools/test_plot.py draws it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tools.reporting.run_curves.plot_loss", lambda run, **_: run / "loss.png")
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Return the optional folder of real samples beside the checkout."""

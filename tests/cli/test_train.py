@@ -29,9 +29,11 @@ from tests.cli.conftest import ROOT, metrics_lines
 from tools import generate
 from tools.loading.model import load_model
 from tools.pretraining import prepare
+from tools.reporting.run_curves import plot_loss
 
 
 def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tools.reporting.run_curves.plot_loss", plot_loss)
     assert train.main(arguments(**{"evaluation.interval": 4, "evaluation.batches": 2})) == 0
     out = capsys.readouterr().out
     folder = tmp_path / "run"

@@ -40,7 +40,7 @@ def test_layouts_over_nccl_equal_one_process(tmp_path, processes):
         bounds = (1e-5, 1e-3) if case.dtype == "fp32" else (2e-3, 2e-2)
         if case.fp8 != "none":  # in bf16, beside an oracle without FP8
             bounds = (1e-2, 1e-1)
-        for step, (got, of) in enumerate(zip(result["history"], wanted, strict=True)):
+        for step, (got, of) in enumerate(zip(result["history"], wanted[: case.num_steps], strict=True)):
             if any(abs(x / y - 1) > bound for x, y, bound in zip(got, of, bounds, strict=True)):
                 wrong.append((case.name, step, got, of))
     assert not wrong, "\n".join(map(str, wrong))

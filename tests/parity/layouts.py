@@ -12,7 +12,6 @@ from models.config import ModelConfig
 from models.mixers import MIXERS
 
 VOCAB, LENGTH, STEPS, MICRO_BATCHES, LR, WARMUP = 96, 24, 4, 4, 1e-4, 2
-MATRIX_STEPS = 3  # of them in the parity matrix: the weights, then the moments of the first step act on the next one
 
 LION = {"lion": {"variant": "s"}}
 S4D = {"decay_init": "s4d_lin", "value_init": "zero_order_hold"}
@@ -100,6 +99,12 @@ class LayoutCase:
         return f"{self.layout}-{self.model}{changes}" + ("" if self.state == "fp32" else f"-{self.state} state")
 
     @property
+    def num_steps(self) -> int:
+        """Return 3 steps where processes share the moments, which act on the third loss first; else 2."""
+        shared = any(word in self.layout for word in ("data", "context", "zero"))
+        return 3 if shared or self.optimizer != "adamw" else 2
+
+    @property
     def config(self) -> ModelConfig:
         return model_config(self.model, **self.changes)
 
@@ -174,7 +179,7 @@ SEQUENCE = {"sequence_parallel": True}
 CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
 SELECTIVE = {"activation_checkpointing": {"mode": "selective"}}
 RECOMPUTE = {"activation_checkpointing": {"mode": "full", "every": 2, "others": "elementwise"}}
-# Layouts of three models, and layouts of the hybrid model alone, by number of processes.
+# Layouts by number of processes: of several models, and of the hybrid model alone, which has MetaLA, causal LION and attention.
 EVERY: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "data2": {},
@@ -239,6 +244,8 @@ IMAGES = {
     "images_lion": ("data2", "tensor2", "tensor2_overlap", "data2_zero3", "data2_tensor2_zero3"),
     "images_metala": ("tensor2", "data2_zero2"),
 }
+# Softmax attention without the options that it has in the hybrid.
+ATTENTION = ("data2", "tensor2_overlap", "tensor2_sequence", "data2_tensor2_zero3")
 SPLIT = ("metala", "lion_causal", "lion_bidirectional")
 # Masked models, with BERT's head and few labels.
 MASKED = {
@@ -299,13 +306,10 @@ WIDE = {**BARE, "vocab_size": 4096, "num_layers": 2, "hidden_size": 16}
 
 def cases(processes: int) -> list[LayoutCase]:
     """Return all cases of a number of processes."""
-    selected = [
-        LayoutCase(model, name, layout, {} if model == "hybrid" or "pipeline" in layout else SHORT)
-        for name, layout in EVERY[processes].items()
-        for model in ("lion_bidirectional", "attention", "hybrid")  # the hybrid has MetaLA and causal LION
-    ]
-    selected += [LayoutCase("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
-    layouts = EVERY[processes] | HYBRID[processes] | CONTEXT[processes]
+    plain = EVERY[processes] | HYBRID[processes]
+    layouts = plain | CONTEXT[processes]
+    selected = [LayoutCase("hybrid", name, layout) for name, layout in plain.items()]
+    selected += [LayoutCase("attention", name, layouts[name], SHORT) for name in ATTENTION if name in layouts]
     selected += [
         LayoutCase(model, name, layouts[name], MLM, masked=True)
         for model, names in MASKED.items()

@@ -1,4 +1,4 @@
-"""The parity matrix: every layout equals one process, to 1e-5 in loss and gradient norm over three steps."""
+"""The parity matrix: every layout equals one process, to 1e-5 in loss and gradient norm over two or three steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def expected(
     fp8: str = "none",
     optimizer: str = "adamw",
 ) -> tuple[list[tuple[float, float]], list[float]]:
-    """Return (loss, gradient norm) of every step, and the accuracy of every step."""
+    """Return (loss, gradient norm) of three steps, and the accuracy of every step."""
     config = layouts.model_config(case_model, **dict(changes))
     accuracies: list[float] = []
     options: dict[str, Any] = {
@@ -51,7 +51,7 @@ def expected(
         "per_head": optimizer == "muon_per_head",
     }
     steps = layouts.image_steps() if case_model in layouts.IMAGES else layouts.steps(masked, packed)
-    return oracle.train(config, steps[: layouts.MATRIX_STEPS], accuracies=accuracies, **options), accuracies
+    return oracle.train(config, steps[:3], accuracies=accuracies, **options), accuracies
 
 
 # A change of the weights by 1e-7, float32's rounding, changes the norm of these at their initialisation by up to 3e-5
@@ -70,7 +70,8 @@ def test_layout_equals_one_process(results, processes, case):
     options = {"masked": case.masked, "packed": case.packed, "fp8": case.fp8, "optimizer": case.optimizer}
     wanted, accuracies = expected(case.model, tuple(case.changes.items()), **options)
     if case.dtype == "fp32" and case.fp8 == "none":
-        assert result["accuracies"] == pytest.approx(accuracies, abs=1e-9)
+        assert result["accuracies"] == pytest.approx(accuracies[: case.num_steps], abs=1e-9)
+    wanted = wanted[: case.num_steps]
     for index, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(result["history"], wanted, strict=True)):
         tolerance = 1e-5 if case.dtype == "fp32" else 2e-3
         if case.optimizer == "muon_per_head":

@@ -117,7 +117,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         optimizer=case.optimizer,
     )
     history, accuracies, evaluated = [], [], []
-    for index, step in enumerate(layouts.steps_of(case)[: layouts.MATRIX_STEPS]):
+    for index, step in enumerate(layouts.steps_of(case)[: case.num_steps]):
         step = layouts.in_pairs(step) if pairs else step
         result = engine.train_step(own(step, grid), lr=rate(index))
         history.append((result.loss, result.gradient_norm))

@@ -91,12 +91,12 @@ def test_every_mixer_scores_as_without_sharing(name):
     else:
         model = model_of(name).double()
     inputs, targets = requests_with_shared_parts()
+    expected = [alone(model, *request) for request in zip(inputs, targets, strict=True)]
     for settings in ({"batch_tokens": 150}, {"batch_tokens": 1 << 20, "state_bytes": 1}):
         actual, scorer = score(model, inputs, targets, **settings)
-        for number, (got, *request) in enumerate(zip(actual, inputs, targets, strict=True)):
-            expected = alone(model, *request)
-            assert got[0] == pytest.approx(expected[0], abs=1e-8), (name, settings, number)
-            assert got[1] == expected[1]
+        for number, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
+            assert got[0] == pytest.approx(wanted[0], abs=1e-8), (name, settings, number)
+            assert got[1] == wanted[1]
         assert scorer.read < 0.5 * sum(map(len, inputs))
 
 
