@@ -19,6 +19,7 @@ import ast
 import re
 import sys
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -46,10 +47,10 @@ def flat_source(mixers: Collection[str], *, images: bool = False) -> dict[str, s
 
 def _follow(
     entry: str, mixers: Collection[str], omitted: tuple[str, ...]
-) -> tuple[dict[str, str], dict[str, list[str]]]:
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
     """Return the text and the imports of each module that `entry` reaches, except the `omitted` modules and folders."""
     texts: dict[str, str] = {}
-    imports: dict[str, list[str]] = {}
+    imports: dict[str, tuple[str, ...]] = {}
     waiting = [entry]
     while waiting:
         module = waiting.pop()
@@ -88,7 +89,8 @@ def _flat(module: str) -> str:
     return module.removeprefix("hf.").replace(".", "_")
 
 
-def _rewrite(text: str, module: str, omitted: tuple[str, ...], *, package: bool) -> tuple[str, list[str]]:
+@cache  # the models that one process converts share most files
+def _rewrite(text: str, module: str, omitted: tuple[str, ...], *, package: bool) -> tuple[str, tuple[str, ...]]:
     """Return the text with flat imports, and the modules that it imports.
 
     The import of an omitted module, always inside a function, becomes an ImportError.
@@ -113,7 +115,7 @@ def _rewrite(text: str, module: str, omitted: tuple[str, ...], *, package: bool)
             indent = " " * node.col_offset
             body = ["    " + line for line in lines[first:last]]
             lines[first:last] = [f"{indent}try:\n", *body, f"{indent}except ImportError:\n", f"{indent}    raise\n"]
-    return "".join(lines), imported
+    return "".join(lines), tuple(imported)
 
 
 def _imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
