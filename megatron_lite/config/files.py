@@ -63,15 +63,17 @@ class Sources:
         above = self.tree
         for depth, name in enumerate(path[:-1], start=1):
             if not isinstance(above.get(name), dict):
-                self._remove_origins(path[:depth])
+                self.origins.pop(path[:depth], None)
                 above[name] = {}
             above = above[name]
-        self.origins[path] = origin
         if not isinstance(value, dict):
-            self._remove_origins(path)
+            if isinstance(above.get(path[-1]), dict):
+                self._remove_origins(path)
+            self.origins.pop(path, None)  # a changed key moves to the end
             self.origins[path] = origin
             above[path[-1]] = value
             return
+        self.origins[path] = origin
         if not isinstance(above.get(path[-1]), dict):
             above[path[-1]] = {}
         for name, inner in value.items():
