@@ -14,6 +14,7 @@ from models.options import nearest_names
 from tools.evaluation.request import NEEDLE, RULER
 
 FOLDER = Path(__file__).parents[2] / "configs" / "eval"
+_SUFFIXES = (".yml", ".yaml")
 
 # Key of a suite's file -> its type, and the type in words.
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -79,18 +80,23 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yml"))
 
 
+def check_suite_name(name: str, more: Sequence[str] = ()) -> None:
+    """Raise UnknownNameError unless `name` is that of a suite, is in `more`, or is the path of a YAML file."""
+    known = [*suite_names(), NEEDLE, RULER, *more]
+    if name not in known and not name.endswith(_SUFFIXES):
+        nearest = nearest_names(name, known)
+        raise UnknownNameError(f"there is no suite {name!r} (a .yml file of your own is also allowed); {nearest}")
+
+
 def read_suite(name: str) -> Suite:
     """Read a suite by name (a file of configs/eval), or by the path of a YAML file.
 
     Raises UnknownNameError, or ValueError for a file that is no suite, naming the key.
     """
-    is_file = name.endswith((".yml", ".yaml"))
-    path = Path(name) if is_file else FOLDER / f"{name}.yml"
+    check_suite_name(name)
+    path = Path(name) if name.endswith(_SUFFIXES) else FOLDER / f"{name}.yml"
     if not path.is_file():
-        if is_file:
-            raise UnknownNameError(f"the suite {name} does not exist; give the path of a .yml file")
-        known = nearest_names(name, [*suite_names(), NEEDLE, RULER])
-        raise UnknownNameError(f"there is no suite {name!r} (a .yml file of your own is also allowed); {known}")
+        raise UnknownNameError(f"the suite {name} does not exist; give the path of a .yml file")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -41,7 +41,12 @@ processes share the GPUs. See docs/guide/synthetic.md for the definitions."""
 
 
 def synthetic_suite(words: Sequence[str]) -> str | None:
-    """Return the name in NAMES that --suite gives, or None. Raises ValueError if it is combined with other suites."""
+    """Return the name in NAMES that --suite gives, or None.
+
+    Raises ValueError if it is combined with other suites, and UnknownNameError for an unknown suite.
+    """
+    from tools.evaluation.suites import check_suite_name
+
     for previous, word in zip(["", *words], words, strict=False):
         value = word if previous == "--suite" else word.removeprefix("--suite=") if word.startswith("--suite=") else ""
         names = value.split(",")
@@ -50,6 +55,8 @@ def synthetic_suite(words: Sequence[str]) -> str | None:
             raise ValueError(f"--suite {value}: {matches[0]} trains its own models; run it without other suites")
         if matches:
             return matches[0]
+        for name in filter(None, names):
+            check_suite_name(name, NAMES)
     return None
 
 

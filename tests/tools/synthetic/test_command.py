@@ -133,6 +133,10 @@ def test_invalid_arguments_are_refused_in_one_line(words: list[str], capsys: pyt
     assert evaluation.main(["--suite", "mqar", *words, "definitions.metala.num_heads=5"]) == 2
     assert "model.num_heads = 5 does not divide" in capsys.readouterr().err
     assert evaluation.main(["--suite", "mqar,superglue"]) == 2
+    assert evaluation.main(["--suite", "listops"]) == 2
+    assert (
+        "there is no suite 'listops' (a .yml file of your own is also allowed); allowed are" in capsys.readouterr().err
+    )
     assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
     assert "has no result of this grid yet" in capsys.readouterr().out
 
