@@ -45,7 +45,7 @@ CASES = {
         ("DAMAGED", r"manifest\.json is damaged: its SHA-256 is not the one in .*; name another step folder"),
         (
             "RUN --suite nosuch",
-            r"no suite 'nosuch' \(a .* also allowed\); allowed are commonsense, needle, ruler, superglue\n",
+            r"no suite 'nosuch' \(a .* also allowed\); allowed are commonsense, lra, mad, mqar, needle, ruler, superglue\n",
         ),
         ("RUN --data NONE", "nothing does not exist"),
         ("RUN --data TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
