@@ -135,12 +135,9 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
             f"{schedule.warmup_steps} ends: at most {maximum:g} is allowed"
         )
         yield Problem(("schedule", "wsd_decay_fraction"), text)
-    if (
-        schedule.kind != "wsd"
-        and schedule.wsd_decay_fraction != type(schedule).model_fields["wsd_decay_fraction"].default
-    ):
-        text = f"= {schedule.wsd_decay_fraction} requires schedule.kind = wsd; set it, or remove this key"
-        yield Problem(("schedule", "wsd_decay_fraction"), text)
+    if schedule.kind != "wsd":
+        unused = without_effect(schedule, ("schedule",), "schedule.kind = wsd", name="wsd_decay_fraction")
+        yield from itertools.starmap(Problem, unused)
     if late := [step for step in checkpoint.extra_steps if step > schedule.train_steps]:
         yield Problem(("checkpoint", "extra_steps"), f"holds {', '.join(map(str, late))}: {limit}")
     yield from _layout_problems(config)

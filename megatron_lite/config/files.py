@@ -69,7 +69,6 @@ class Sources:
         if not isinstance(value, dict):
             if isinstance(above.get(path[-1]), dict):
                 self._remove_origins(path)
-            self.origins.pop(path, None)  # a changed key moves to the end
             self.origins[path] = origin
             above[path[-1]] = value
             return

@@ -118,10 +118,9 @@ def image_problems(config: Any) -> Problems:
     elif "temperature" in teaching and config.classification.teacher_labels == "hard":
         text = "requires classification.teacher_labels = soft; set it, or remove this key"
         yield ("classification", "temperature"), text
-    for path, value in changed_keys(data.images, ("data", "images")):
-        crop = _CROP_OF.get(path[-1], data.images.crop)
+    for name, crop in _CROP_OF.items():
         if crop != data.images.crop:
-            yield path, f"= {json.dumps(value)} requires data.images.crop = {crop}; set it, or remove this key"
+            yield from without_effect(data.images, ("data", "images"), f"data.images.crop = {crop}", name=name)
     if size is None:
         text = "is missing: data.objective = classification needs the height and width of its images, in pixels"
         yield ("model", "image_size"), text

@@ -32,7 +32,13 @@ def changed_keys(section: Section, path: tuple[str, ...]) -> Iterator[tuple[tupl
             yield (*path, key), value
 
 
-def without_effect(section: Section, path: tuple[str, ...], required: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield (key, problem) of `changed_keys` of a section that has an effect only with `required`, as "KEY = VALUE"."""
+def without_effect(
+    section: Section, path: tuple[str, ...], required: str, *, name: str | None = None
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (key, problem) of `changed_keys` of a section that has an effect only with `required`, as "KEY = VALUE".
+
+    name: of the one key that has no effect; None for all.
+    """
     for key, value in changed_keys(section, path):
-        yield key, f"= {json.dumps(value)} requires {required}; set it, or remove this key"
+        if name in (None, key[-1]):
+            yield key, f"= {json.dumps(value)} requires {required}; set it, or remove this key"

@@ -25,11 +25,11 @@ Key = tuple[str, str, str]
 
 
 class Score(NamedTuple):
-    """Hold a score, its standard error, and the score of a model that has learned nothing; None if unknown."""
+    """Hold a score, its standard error and its baseline, the better of chance and the most frequent answer; None if unknown."""
 
     value: float
     error: float | None = None
-    nothing: float | None = None
+    baseline: float | None = None
 
 
 def choices(
@@ -127,7 +127,7 @@ def _noise_of_seeds(rows: Sequence[Row]) -> tuple[float, str]:
 def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section:
     """Return the scores of a rung's runs, and their correlation with the loss over the runs of every rung.
 
-    Tasks in which the runs have learned nothing are only named.
+    Tasks in which the runs are at the baseline are only named.
     """
     losses = {result.run.folder: result.final["loss"] for result in results if result.final}
     losses = {folder: loss for folder, loss in losses.items() if math.isfinite(loss)}
@@ -137,30 +137,30 @@ def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section
         if run.size == rung and measured.get(run.folder):
             of_rung.setdefault(run.label, []).append(run)
     keys = dict.fromkeys(key for group in of_rung.values() for run in group for key in measured[run.folder])
-    cells, nothing = [], []
+    cells, left_out = [], []
     for key in keys:
         groups = [
             [measured[run.folder][key] for run in group if key in measured[run.folder]] for group in of_rung.values()
         ]
         found = [score for group in groups for score in group]
-        name, lowest = f"{key[1]}, {key[2]}", found[0].nothing
-        if not _above_nothing(found):
-            nothing.append(name)
+        name, baseline = f"{key[1]}, {key[2]}", found[0].baseline
+        if not _above_baseline(found):
+            left_out.append(name)
             continue
         pairs = [(losses[folder], values[key].value) for folder, values in measured.items() if key in values]
-        row = [name, "-" if lowest is None else f"{lowest:.3f}", _correlation(pairs)]
+        row = [name, "-" if baseline is None else f"{baseline:.3f}", _correlation(pairs)]
         cells.append([*row, *(_mean_score(group) if group else "-" for group in groups)])
     note = (
-        "Score ± standard error over the examples, of fine-tuned models over the seeds. Without learning: the better of chance "
+        "Score ± standard error over the examples, of fine-tuned models over the seeds. Baseline: the better of chance "
         f"and the most frequent answer. Correlation: of score and validation loss over all runs with the score, from {_FEW_RUNS} "
         "runs on."
     )
-    if nothing:
-        note += f" Left out, since the mean of the models is within two standard errors of that score: {'; '.join(nothing)}."
+    if left_out:
+        note += f" Left out, since the mean of the models is within two standard errors of the baseline: {'; '.join(left_out)}."
     complete = dict.fromkeys(run.label for run in runs if run.size == rung and run.folder in losses)
     if without := ", ".join(label for label in complete if label not in of_rung):
         note += f" Not measured: {without}."
-    header = ["task", "without learning", "correlation with the loss", *of_rung]
+    header = ["task", "baseline", "correlation with the loss", *of_rung]
     causal = all(run.causal for run in runs)
     commands = "`--recall`, and `eval.py` with a run, write" if causal else "`tools.finetune_glue` with a run writes"
     missing = f"Not measured: {commands} scores to the runs' folders."
@@ -206,8 +206,8 @@ def _scores_of(run: Run) -> dict[Key, Score]:
                     detail = details[metric]
                     known = [detail[key] for key in ("chance", "majority") if detail.get(key) is not None]
                     # Retrieval tasks have no chance: an answer of many digits is never guessed.
-                    nothing = 0.0 if suite in ("ruler", "needle") else max(known, default=None)
-                    found[suite, task, metric] = Score(float(value), detail.get("stderr"), nothing)
+                    baseline = 0.0 if suite in ("ruler", "needle") else max(known, default=None)
+                    found[suite, task, metric] = Score(float(value), detail.get("stderr"), baseline)
     return found
 
 
@@ -225,14 +225,14 @@ def _fine_tuned(run: Run) -> dict[Key, Score]:
     return found
 
 
-def _above_nothing(found: Sequence[Score]) -> bool:
-    """Return whether the mean is two standard errors above that of a model without learning; True if this is unknown."""
-    nothing = found[0].nothing
-    if nothing is None:
+def _above_baseline(found: Sequence[Score]) -> bool:
+    """Return whether the mean is more than two standard errors above the baseline; True if there is none."""
+    baseline = found[0].baseline
+    if baseline is None:
         return True
     # The runs share the examples, so their mean has the error of one run.
     error = statistics.mean(score.error or 0.0 for score in found)
-    return statistics.mean(score.value for score in found) > nothing + 2 * error
+    return statistics.mean(score.value for score in found) > baseline + 2 * error
 
 
 def _mean_score(found: Sequence[Score]) -> str:

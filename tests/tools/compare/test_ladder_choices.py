@@ -119,13 +119,13 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
     (runs[8].folder / "imdb" / "glue.json").write_text(json.dumps(glue))
     section = scores("40m-10x", runs, results)
     assert section.rows[0] == ["imdb after fine-tuning, accuracy", "-", "-", "0.850 ± 0.050"]
-    assert list(section.header) == ["task", "without learning", "correlation with the loss", "Softmax"]
+    assert list(section.header) == ["task", "baseline", "correlation with the loss", "Softmax"]
     row = section.rows[1]
     assert row[:3] == ["boolq, acc", "0.250", "-1.00"]
     assert row[3] == f"{10 - law(4e7, 4e8):.3f} ± 0.125"
     # Of the better of chance and the most frequent answer, 0.6 is within two standard errors of 0.125.
     assert len(section.rows) == 2
-    assert "two standard errors of that score: copa, acc; niah, score." in section.note
+    assert "two standard errors of the baseline: copa, acc; niah, score." in section.note
     assert not scores("5m-10x", runs, []).rows
     for run in runs:
         run.causal = False
