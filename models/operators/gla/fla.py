@@ -45,7 +45,7 @@ def fla_form(selection: Selection, x: GLAArguments) -> tuple[Tensor, Tensor]:
     if selection.decay is Decay.PER_CHANNEL:
         bounded = bounded.expand(q.shape)
     if selection.kernel is Kernel.FLA_CHUNK_FORWARD:
-        return _forward(x._replace(log_decay=bounded))
+        return _forward(x.with_decay(bounded))
     if bounded.shape[-1] == 1:
         return per_head(q, k, v, bounded.squeeze(-1), **common)
     if recurrent:
@@ -84,12 +84,14 @@ def _padded(selection: Selection, x: GLAArguments) -> tuple[Tensor, Tensor]:
     """Pad small heads with zero channels, which do not change the result."""
     dim_k, dim_v = x.q.shape[-1], x.v.shape[-1]
     more_k, more_v = max(0, _SMALLEST - dim_k), max(0, _SMALLEST - dim_v)
-    padded = x._replace(
-        q=F.pad(x.q, (0, more_k)),
-        k=F.pad(x.k, (0, more_k)),
-        v=F.pad(x.v, (0, more_v)),
-        log_decay=x.log_decay if x.log_decay.shape[-1] == 1 else F.pad(x.log_decay, (0, more_k)),
-        initial_state=None if x.initial_state is None else F.pad(x.initial_state, (0, more_v, 0, more_k)),
+    padded = GLAArguments(
+        F.pad(x.q, (0, more_k)),
+        F.pad(x.k, (0, more_k)),
+        F.pad(x.v, (0, more_v)),
+        x.log_decay if x.log_decay.shape[-1] == 1 else F.pad(x.log_decay, (0, more_k)),
+        x.scale,
+        None if x.initial_state is None else F.pad(x.initial_state, (0, more_v, 0, more_k)),
+        x.cu_seqlens,
     )
     o, state = fla_form(selection, padded)
     return o[..., :dim_v], state[..., :dim_k, :dim_v]

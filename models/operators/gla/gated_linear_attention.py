@@ -56,7 +56,7 @@ def gated_linear_attention(
     dtype = accumulation_dtype(v)
 
     def local(cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        shard = x._replace(initial_state=None, cu_seqlens=cu_seqlens)
+        shard = GLAArguments(q, k, v, log_decay, scale, None, cu_seqlens)
         return local_gated_linear_attention(shard, fits_matmul_form=fits_matmul_form, form=form)
 
     def total_decay(tokens: Tensor | None) -> Tensor:
@@ -90,7 +90,7 @@ def local_gated_linear_attention(
         return chunk_form(x)
     if selection.kernel is Kernel.TRITON:
         if selection.decay is Decay.PER_CHANNEL:
-            x = x._replace(log_decay=bounded_decay(x.log_decay).expand(x.q.shape))
+            x = x.with_decay(bounded_decay(x.log_decay).expand(x.q.shape))
         return triton_form(x)
     from .fla import fla_form
 

@@ -33,7 +33,10 @@ _LARGEST_DECAY = 40.0
 
 
 class GLAArguments(NamedTuple):
-    """Hold the arguments of `models.operators.gla.gated_linear_attention.gated_linear_attention` that every form reads."""
+    """Hold the arguments of `models.operators.gla.gated_linear_attention.gated_linear_attention` that every form reads.
+
+    Changed arguments are built by the constructor: PyTorch 2.11's torch.compile makes an empty tuple of `_replace`.
+    """
 
     q: Tensor
     k: Tensor
@@ -42,6 +45,10 @@ class GLAArguments(NamedTuple):
     scale: float = 1.0
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
+
+    def with_decay(self, log_decay: Tensor) -> GLAArguments:
+        """Return these arguments with another decay."""
+        return GLAArguments(*self[:3], log_decay, *self[4:])
 
 
 class Kernel(Enum):
