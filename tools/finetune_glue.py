@@ -11,7 +11,7 @@ from typing import Any
 
 from data.atomic_io import read_json, write_json, write_text
 from tools.cli.arguments import command, command_line, positive, words
-from tools.evaluation.glue_training import Recipe, finetune, load_recipe, splits_read
+from tools.evaluation.glue_training import Recipe, finetune, load_recipe, majority_scores, splits_read
 from tools.reporting.tables import markdown_table, plain_table
 
 RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "glue.yml"
@@ -89,9 +89,10 @@ class Session:
             "hold_out": hold_out,
         }
         self._file = output / "glue.json"
-        self.results: dict[str, Any] = {**identity, "runs": {}}
+        self.results: dict[str, Any] = {**identity, "majority": {}, "runs": {}}
         if self._file.is_file():
             self.results = read_json(self._file, f"remove {output} to begin again", "runs", *identity)
+            self.results.setdefault("majority", {})  # files of earlier versions have none
             for key, value in identity.items():
                 if self.results[key] != value:
                     raise ValueError(f"{self._file} is of another {key}; name another folder with --output")
@@ -111,8 +112,9 @@ class Session:
             for seed in range(self.seeds):
                 keep = self.output / name if seed == 0 and name in starts.values() else None
                 self._run_once(name, seed, weights, start, keep=keep)
-        write_text(self.output / "glue.md", table(self.results["runs"], starts, self.hold_out))
-        return table(self.results["runs"], starts, self.hold_out, plain_table)
+        runs, majority = self.results["runs"], self.results["majority"]
+        write_text(self.output / "glue.md", table(runs, starts, self.hold_out, majority))
+        return table(runs, starts, self.hold_out, majority, plain_table)
 
     def _check_data(self, starts: Mapping[str, str | None]) -> None:
         """Raise FileNotFoundError for a missing data file before the first task is trained."""
@@ -149,6 +151,7 @@ class Session:
         if key in runs:
             return
         print(f"{name}, seed {seed}, from {start or 'the pretrained weights'}", flush=True)
+        self.results["majority"][name] = majority_scores(name, self.data, self.hold_out)
         runs[key] = finetune(
             name,
             self.recipe,
@@ -170,11 +173,13 @@ def table(
     runs: Mapping[str, Mapping[str, Mapping[str, float]]],
     starts: Mapping[str, str | None],
     hold_out: float | None,
+    majority: Mapping[str, Mapping[str, float]],
     write: Callable[..., str] = markdown_table,
 ) -> str:
     """Return mean and sample standard deviation of every metric in percent, and the mean over several tasks.
 
-    starts: task -> the task from whose weights it starts, for the runs to show. write: `markdown_table` or `plain_table`.
+    starts: task -> the task from whose weights it starts, for the runs to show. majority: task -> metric -> the score of the
+    most frequent label. write: `markdown_table` or `plain_table`.
     """
     rows: list[list[str]] = []
     means = []
@@ -186,9 +191,11 @@ def table(
             finite = all(map(math.isfinite, values))
             spread = f"{statistics.stdev(values):.2f}" if len(values) > 1 and finite else "-"
             mean = statistics.mean(values)
-            rows.append([name, chosen, metric, f"{mean:.2f}", spread, f"{len(values)}"])
+            share = majority.get(name, {}).get(metric)
+            constant = "-" if share is None else f"{100 * share:.2f}"
+            rows.append([name, chosen, metric, f"{mean:.2f}", spread, f"{len(values)}", constant])
         means.append(statistics.mean(statistics.mean(values) for values in columns.values()))
-    header = ["task", "starts from", "metric", "mean", "spread", "seeds"]
+    header = ["task", "starts from", "metric", "mean", "spread", "seeds", "most frequent label"]
     lines = [write(header, rows, text_columns=3)]
     if len(means) > 1:
         lines += ["", f"Mean over {len(means)} tasks: {statistics.mean(means):.2f}"]

@@ -215,13 +215,15 @@ def _fine_tuned(run: Run) -> dict[Key, Score]:
     """Return mean and standard error over the seeds that `tools.finetune_glue` wrote for a run."""
     found: dict[Key, Score] = {}
     for path in sorted(run.folder.glob("*/glue.json")):
-        tasks = read_json(path, f"remove it; tools.finetune_glue {run.folder} writes it again", "runs")["runs"]
-        for task, seeds in tasks.items():
+        content = read_json(path, f"remove it; tools.finetune_glue {run.folder} writes it again", "runs")
+        for task, seeds in content["runs"].items():
             for metric in dict.fromkeys(metric for values in seeds.values() for metric in values):
                 values = [values[metric] for values in seeds.values() if values.get(metric) is not None]
                 if values:
                     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-                    found["fine-tuned", f"{task} after fine-tuning", metric] = Score(statistics.mean(values), error)
+                    baseline = content.get("majority", {}).get(task, {}).get(metric)
+                    mean = statistics.mean(values)
+                    found["fine-tuned", f"{task} after fine-tuning", metric] = Score(mean, error, baseline)
     return found
 
 

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from data.atomic_io import atomic_folder
 from data.progress import ProgressBar
 from megatron_lite.checkpoint.checksums import FILE_NAME
 from tools.cli.yaml_file import read_as
-from tools.evaluation.glue_tasks import TASKS, read_split, score
+from tools.evaluation.glue_tasks import TASKS, Task, read_split, score
 
 
 class TaskRecipe(BaseModel):
@@ -161,8 +162,7 @@ def finetune(
     metrics: dict[str, float] = {}
     for split, rows in evaluated.items():
         output = trainer.predict(encode(rows))
-        values = score(task, output.predictions, output.label_ids)
-        metrics |= {" ".join(filter(None, (key, task.splits[split]))): value for key, value in values.items()}
+        metrics |= _named(task, split, score(task, output.predictions, output.label_ids))
     if keep is not None:
         _keep(model, tokenizer, weights, keep)
     return metrics
@@ -184,6 +184,25 @@ def training_rows(name: str, data: Path | None, hold_out: float | None) -> tuple
             f"--hold-out {hold_out}: no training row remains of the {held} rows of {name}; give a smaller share"
         )
     return rows[held:], {first: rows[:held]}
+
+
+def majority_scores(name: str, data: Path | None, hold_out: float | None) -> dict[str, float]:
+    """Return the metrics of the most frequent evaluated label, named as by `finetune`; empty for a task of real numbers.
+
+    Raises as `training_rows`.
+    """
+    task, metrics = TASKS[name], dict[str, float]()
+    if task.labels == 1:
+        return metrics
+    for split, rows in training_rows(name, data, hold_out)[1].items():
+        labels = np.array([row["label"] for row in rows])
+        chosen = np.eye(task.labels)[np.bincount(labels).argmax()]
+        metrics |= _named(task, split, score(task, np.tile(chosen, (len(rows), 1)), labels))
+    return metrics
+
+
+def _named(task: Task, split: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {" ".join(filter(None, (key, task.splits[split]))): value for key, value in values.items()}
 
 
 def splits_read(name: str, hold_out: float | None) -> list[str]:

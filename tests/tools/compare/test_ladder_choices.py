@@ -115,6 +115,8 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
             content["details"]["ruler"] = {"niah": {"score": {"stderr": 0.0}}}
             (run.folder / "results.json").write_text(json.dumps(content))
     glue = {"runs": {"imdb": {"pretrained/0": {"accuracy": 0.8}, "pretrained/1": {"accuracy": 0.9}}}}
+    glue["runs"]["rte"] = {"pretrained/0": {"accuracy": 0.5}, "pretrained/1": {"accuracy": 0.6}}
+    glue["majority"] = {"rte": {"accuracy": 0.52}}
     (runs[8].folder / "imdb").mkdir()
     (runs[8].folder / "imdb" / "glue.json").write_text(json.dumps(glue))
     section = scores("40m-10x", runs, results)
@@ -125,7 +127,9 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
     assert row[3] == f"{10 - law(4e7, 4e8):.3f} ± 0.125"
     # Of the better of chance and the most frequent answer, 0.6 is within two standard errors of 0.125.
     assert len(section.rows) == 2
-    assert "two standard errors of the baseline: copa, acc; niah, score." in section.note
+    assert (
+        "two standard errors of the baseline: rte after fine-tuning, accuracy; copa, acc; niah, score." in section.note
+    )
     assert not scores("5m-10x", runs, []).rows
     for run in runs:
         run.causal = False
