@@ -96,15 +96,39 @@ def test_documented_drops_of_selective_copying() -> None:
     assert not any(falls["elsewhere"])
 
 
-def test_listops_of_long_range_arena() -> None:
-    (run,) = lines("lra")
-    section = PAGE.index("MetaLA, causal: **")
+def run_of_lra(task: str, model: str) -> dict[str, Any]:
+    (run,) = (run for run in lines("lra") if (run["task"], run["model"]) == (task, model))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "start"),
+    [("listops", "metala", "MetaLA, causal: **"), ("pathfinder", "metala_hippo", "MetaLA with HiPPO's decays: **")],
+)
+def test_curves_of_long_range_arena(task: str, model: str, start: str) -> None:
+    run, section = run_of_lra(task, model), PAGE.index(start)
     header, values = (
-        re.findall(r"[\d.]+", row)
+        [cell.strip() for cell in row.strip("|").split("|")[1:]]
         for row in re.findall(r"^\| (?:epoch|validation) .*", PAGE[section:], re.MULTILINE)[:2]
     )
     every = run["epochs"] // len(run["history"])
-    shown = {int(epoch): value for epoch, value in zip(header[1:], values, strict=True)}
+    shown = {int(epoch): value for epoch, value in zip(header, values, strict=True)}
     assert shown == {epoch: f"{100 * run['history'][epoch // every - 1]:.1f}" for epoch in shown}
-    assert f"**{100 * run['accuracy']:.1f} %**" in PAGE
-    assert f"{run['scored_epoch']} of {run['epochs']}" in PAGE
+    assert f"**{100 * run['accuracy']:.1f} %**" in PAGE[section:][:100]
+
+
+def test_scored_epoch_of_listops() -> None:
+    run = run_of_lra("listops", "metala")
+    assert f"{run['scored_epoch']} of {run['epochs']} (paper" in PAGE
+
+
+def test_other_runs_of_long_range_arena() -> None:
+    lion, s5, path_x = (
+        run_of_lra(*key) for key in (("listops", "lion_s_unscaled"), ("image", "s5"), ("path_x", "metala_hippo"))
+    )
+    assert f"It has **{100 * lion['accuracy']:.1f} %** of the test set" in PAGE
+    assert f"epoch: {', '.join(f'{100 * value:.1f}' for value in lion['history'])}." in PAGE
+    curve = ", ".join(f"{100 * value:.1f}" for value in s5["history"][1::2])
+    row = [s5["epochs"], f"{s5['seconds'] / 60:.1f}", f"{100 * s5['accuracy']:.1f}", curve]
+    assert "| S5, positions, BatchNorm | {} (20) | {} | {} | {} |".format(*row) in PAGE
+    assert f"after {path_x['steps']:,} steps: {100 * path_x['accuracy']:.1f} % of the test images" in PAGE
