@@ -92,7 +92,7 @@ CASES = {
         ("CONFIG", r"name is missing in .*default\.yml: text like .* is allowed"),
         ("TEXT", r"README\.md:\d+: YAML syntax"),
         (
-            "configs/experiments/compare_lm.yml --models nosuch --plan",
+            "configs/experiments/compare_lm.yml --models nosuch --dry-run",
             "--models nosuch is not in the comparison; allowed are",
         ),
         ("configs/experiments/compare_lm.yml --workers 0", "--workers: 0: a whole number, 1 or more"),

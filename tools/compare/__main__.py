@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tools.compare.spec import Comparison, Run
 
 EPILOG = """examples:
-  python -m tools.compare configs/experiments/compare_lm.yml --plan             list the runs, without training
+  python -m tools.compare configs/experiments/compare_lm.yml --dry-run          list the runs, without training
   python -m tools.compare configs/experiments/compare_lm.yml                    train all runs, on all GPUs
   python -m tools.compare configs/experiments/compare_masked.yml --workers 3 --minutes 8
   python -m tools.compare configs/experiments/compare_lm.yml --models metala,softmax --sizes small --seeds 1 \\
@@ -27,7 +27,7 @@ EPILOG = """examples:
   python -m tools.compare configs/experiments/ladder_small.yml --check                      check the text first
   python -m tools.compare configs/experiments/ladder_small.yml --tune --minutes 3           learning rates of the sizes
   python -m tools.compare configs/experiments/ladder_small.yml --minutes 8 --positions      sizes, a fit and the report
-  python -m tools.compare configs/experiments/ladder_small.yml --table --page ladder.md     the results as one page
+  python -m tools.compare configs/experiments/ladder_small.yml --report --page ladder.md    the results as one page
 
 Each run equals `python train.py runs/NAME/RUN/run.yml`. Its folder also holds train.log. To continue after --minutes,
 Ctrl-C or a kill, run the same command again. The tables and figures show the complete runs: runs/NAME/results.md,
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--{option} measures causal language models, {options.file} trains none: leave --{option} out"
             )
     print(_plan_text(comparison, runs))
-    if options.plan:
+    if options.dry_run:
         return 0
     every = all_runs(comparison, runs, options)
     check_existing_runs(every)
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _prepare(ladder, runs)
         print(f"The text is ready for all runs. {comparison.folder} may be copied to the machine that trains.")
         return 0
-    trained = options.table or all(run.complete for run in runs)
+    trained = options.report or all(run.complete for run in runs)
     failed = {} if trained else _train(comparison, ladder, runs, every, options)
     if options.tune:
         return _report_rates(ladder, every, failed)
@@ -284,12 +284,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="also write a ladder's results as a page, as docs/results/ladder.md"
     )
-    parser.add_argument("--plan", action="store_true", help="list the runs with their parameters, without training")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs with their parameters, without training")
     parser.add_argument(
         "--tune", action="store_true", help="train the learning rates of ladder.tuning first; the ladder takes the best"
     )
     parser.add_argument("--check", action="store_true", help="prepare and check the text, without training")
-    parser.add_argument("--table", action="store_true", help="write tables and figures of complete runs, do not train")
+    parser.add_argument("--report", action="store_true", help="write tables and figures of complete runs, do not train")
     return parser
 
 

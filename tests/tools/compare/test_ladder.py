@@ -97,7 +97,7 @@ def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path
         assert run.config.model.bidirectional_mixers()
         assert run.config.data.objective == "masked"
     for option in ("--positions", "--recall"):
-        assert main([str(EXPERIMENTS / "ladder_masked.yml"), "--sizes", "5m-10x", option, "--plan", *words]) == 2
+        assert main([str(EXPERIMENTS / "ladder_masked.yml"), "--sizes", "5m-10x", option, "--dry-run", *words]) == 2
         assert f"{option} measures causal language models, " in capsys.readouterr().err
 
 
@@ -173,7 +173,7 @@ def test_ladders_that_contradict_the_file_are_refused(tmp_path: Path, capsys) ->
     ]
     for changes, message in cases:
         (tmp_path / "bad.yml").write_text(yaml.safe_dump({**content, **changes}, sort_keys=False))
-        assert main([str(tmp_path / "bad.yml"), "--plan"]) == 2
+        assert main([str(tmp_path / "bad.yml"), "--dry-run"]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -393,5 +393,5 @@ def test_page_holds_the_launches_and_a_command_for_every_table(tmp_path: Path, m
     assert '<p class="dim">1 x GPU; 2026-01-02; commit abc1234; 700 s in 3' in (tmp_path / "ladder.html").read_text()
     saved = json.loads((tmp_path / "results.json").read_text())
     assert [line["seconds"] for line in saved["launches"]] == [300, 100, 300]
-    assert main([str(EXPERIMENTS / "compare_lm.yml"), "--page", "x.md", "--plan"]) == 2
+    assert main([str(EXPERIMENTS / "compare_lm.yml"), "--page", "x.md", "--dry-run"]) == 2
     assert "has no section `ladder`, whose results the page shows" in capsys.readouterr().err

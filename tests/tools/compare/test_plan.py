@@ -185,7 +185,7 @@ def test_invalid_comparisons_are_refused(tmp_path: Path, capsys) -> None:
     with pytest.raises(ValueError, match="a/b"):
         read_comparison(file)
     file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {}}\n")
-    assert main([str(file), "--name", "../x", "--plan"]) == 2
+    assert main([str(file), "--name", "../x", "--dry-run"]) == 2
     assert "--name ../x: letters, digits" in capsys.readouterr().err
     assert main([str(tmp_path / "none.yml")]) == 2
     assert "none.yml does not exist: give a comparison's YAML file" in capsys.readouterr().err

@@ -188,14 +188,14 @@ def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
     assert main([*words, "schedule.train_steps=8"]) == 2
     assert f"schedule.train_steps: {steps} in the file, 8 now" in capsys.readouterr().err
     # It is refused without training too, and after an included file was edited.
-    assert main([*words, "schedule.train_steps=8", "--table"]) == 2
+    assert main([*words, "schedule.train_steps=8", "--report"]) == 2
     data = (place / "toy.yml").read_text()
     (place / "toy.yml").write_text(data + "optimizer: {weight_decay: 0.3}\n")
     assert main([*words, f"schedule.train_steps={steps}"]) == 2
     assert "optimizer.weight_decay: not given in the file, 0.3 now" in capsys.readouterr().err
     (place / "toy.yml").write_text(data)
-    # --table trains nothing.
-    assert main([*words, f"schedule.train_steps={steps}", "--table"]) == 1
+    # --report trains nothing.
+    assert main([*words, f"schedule.train_steps={steps}", "--report"]) == 1
     assert read_metrics(run)[-1]["step"] == stopped
     assert main([*words, f"schedule.train_steps={steps}", "--minutes", "0.0001"]) == 1
     assert "the time limit of 0.0001 minutes" in capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
     # A run that was trained further outside of the comparison is refused.
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"kind": "train", "step": steps + 4}) + "\n")
-    assert main([*words, f"schedule.train_steps={steps}", "--table"]) == 2
+    assert main([*words, f"schedule.train_steps={steps}", "--report"]) == 2
     assert f"was trained to step {steps + 4}, but the comparison ends at {steps}" in capsys.readouterr().err
 
 
@@ -216,7 +216,7 @@ def test_other_runs_with_another_recipe_are_refused(place: Path, monkeypatch, ca
     (run, *_) = plan_runs(planned, models=["metala"], overrides=["optimizer.lr=0.5"])
     write_text(run.file, run.text)
     write_text(run.folder / "summary.json", "{}")
-    assert main(["tiny.yml", "--name", "mixed", "--models", "softmax", "--table"]) == 2
+    assert main(["tiny.yml", "--name", "mixed", "--models", "softmax", "--report"]) == 2
     assert f"{run.folder} was started with other values (optimizer.lr: 0.5 in the file" in capsys.readouterr().err
 
 
@@ -346,7 +346,7 @@ def test_a_worker_stops_its_run_when_the_launcher_is_gone(tmp_path: Path, monkey
 
 def test_the_plan_trains_nothing(place: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
-    assert main(["tiny.yml", "--name", "planned", "--plan", "schedule.train_steps=50000"]) == 0
+    assert main(["tiny.yml", "--name", "planned", "--dry-run", "schedule.train_steps=50000"]) == 0
     output = capsys.readouterr().out
     assert "Two tiny models: 8 runs in runs/planned\n" in output
     for run in plan_runs(read_comparison(Path("tiny.yml"))):
@@ -354,7 +354,7 @@ def test_the_plan_trains_nothing(place: Path, monkeypatch, capsys) -> None:
         assert any(set(cells) <= set(re.split(" {2,}", line)) for line in output.splitlines()), cells
     assert not Path("runs/planned").exists()
     monkeypatch.setattr("tools.reporting.tables.terminal_width", lambda: 60)
-    assert main(["tiny.yml", "--plan"]) == 0
+    assert main(["tiny.yml", "--dry-run"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
 
 

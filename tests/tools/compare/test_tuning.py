@@ -129,7 +129,7 @@ def test_end_of_the_grid_is_that_of_the_measured_factors(
 
 def test_one_rate_with_several_factors_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [str(EXPERIMENTS / "ladder_small.yml"), "--tune", "--plan", "--models", "metala", "model.vocab_size=512"]
+    words = [str(EXPERIMENTS / "ladder_small.yml"), "--tune", "--dry-run", "--models", "metala", "model.vocab_size=512"]
     assert main(words) == 0
     assert main([*words, "optimizer.lr=1e-3"]) == 2
     assert "--tune: metala has optimizer.lr = 0.001 with several factors of 600k" in capsys.readouterr().err
