@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -142,6 +143,11 @@ def test_options_outside_commands_exist(page: Path) -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", code(page))) - all_options() == set()
 
 
+@cache
+def loaded(config: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "configs" / config).read_text())
+
+
 @by_page([*PAGES, *CONFIGS])
 def test_values_of_commands_are_keys(page: Path) -> None:
     wrong = []
@@ -152,10 +158,9 @@ def test_values_of_commands_are_keys(page: Path) -> None:
             if not equals or key.startswith("-") or not re.fullmatch(r"[a-z0-9_.]+", key):
                 continue
             if suite in EXPERIMENTS:
-                settings = yaml.safe_load((ROOT / "configs" / "experiments" / f"{suite}.yml").read_text())
-                known = key.partition(".")[0] in settings
+                known = key.partition(".")[0] in loaded(f"experiments/{suite}.yml")
             elif program == "tools.finetune_glue":
-                value = yaml.safe_load((ROOT / "configs" / "finetune" / "glue.yml").read_text())
+                value = loaded("finetune/glue.yml")
                 for part in key.split("."):
                     value = (value or {}).get(part)
                 known = value is not None
