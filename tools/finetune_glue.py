@@ -151,7 +151,8 @@ class Session:
         if key in runs:
             return
         print(f"{name}, seed {seed}, from {start or 'the pretrained weights'}", flush=True)
-        self.results["majority"][name] = majority_scores(name, self.data, self.hold_out)
+        if name not in self.results["majority"]:
+            self.results["majority"][name] = majority_scores(name, self.data, self.hold_out)
         runs[key] = finetune(
             name,
             self.recipe,

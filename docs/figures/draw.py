@@ -198,9 +198,11 @@ PAIRS_80 = ("tasks=[512x80]", "more_lrs.tasks=[]", "lrs=[2.1544e-4,4.6416e-4,1e-
 LISTOPS = tuple(
     f"settings.listops.recipes.metala.{value}" for value in ("epochs=60", "warmup_steps=4500", "evaluate_every=2")
 )
-PATH_X = ("widths=[64]", "lrs=[1e-3]", "batch_size=32", "epochs=32", "evaluate_every=2", "warmup_steps=500")
-PATH_X += ("network.positions=sinusoidal", "network.norm=batchnorm", "network.first_weights=pytorch")
-PATH_X += ("data.train_examples=32000", "data.validation_examples=2000", "data.test_examples=2000")
+PATH_X = (
+    *("widths=[64]", "lrs=[1e-3]", "batch_size=32", "epochs=32", "evaluate_every=2", "warmup_steps=500"),
+    *("network.positions=sinusoidal", "network.norm=batchnorm", "network.first_weights=pytorch"),
+    *("data.train_examples=32000", "data.validation_examples=2000", "data.test_examples=2000"),
+)
 PATHS = ("tasks=[pathfinder,path_x]", "models=[metala_hippo]", *(f"settings.path_x.{value}" for value in PATH_X))
 FIGURES: dict[str, Callable[[Path], None]] = {
     "train_h200.png": train,

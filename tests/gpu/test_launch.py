@@ -31,10 +31,9 @@ def test_launch_on_the_current_stream(length: int) -> None:
 
 
 def test_launch_hooks_are_called() -> None:
-    knobs = pytest.importorskip("triton.knobs")
+    from triton import knobs
+
     chain = knobs.runtime.launch_enter_hook
-    if not hasattr(chain, "add"):
-        pytest.skip("this Triton has one hook instead of a chain of them")
     values = inputs(128)
     expected = attend(*values)
     launches = []

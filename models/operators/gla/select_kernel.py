@@ -35,7 +35,7 @@ _LARGEST_DECAY = 40.0
 class GLAArguments(NamedTuple):
     """Hold the arguments of `models.operators.gla.gated_linear_attention.gated_linear_attention` that every form reads.
 
-    Changed arguments are built by the constructor: PyTorch 2.11's torch.compile makes an empty tuple of `_replace`.
+    To change an argument, call the constructor. Under torch.compile of PyTorch 2.11 `_replace` returns an empty tuple.
     """
 
     q: Tensor
