@@ -95,14 +95,18 @@ def _grows(model: ModelConfig) -> bool:
 def noise_of_run(rows: Sequence[Row], same_size: Collection[str], misses: Mapping[str, float]) -> tuple[float, str]:
     """Return the standard deviation of one run's loss, and where it comes from; nan if nothing shows it.
 
-    Noise falls with the size. So seeds of the same size come first, then the predictions, then seeds of other sizes.
+    Seeds of the same size come first. Without them two numbers bound it from above, and the smaller one is returned: the noise
+    of other sizes, which are smaller and so have more noise, and the scatter of the predictions.
     """
     of_size, others = _noise_of_seeds([row for row in rows if row.size in same_size]), _noise_of_seeds(rows)
-    if math.isnan(of_size[0]) and len(misses) >= _FEW_RUNS:
-        deviation = statistics.stdev(misses.values())
+    if not math.isnan(of_size[0]):
+        return of_size
+    bounds = [(others[0], f"{others[1]}, taken as an upper bound, since noise falls with the size")]
+    if len(misses) >= _FEW_RUNS:
         words = f"the scatter of predicted minus trained loss of {len(misses)} mixers"
-        return deviation, f"{words}, an upper bound: it also holds the errors of the predictions"
-    return others if math.isnan(of_size[0]) else of_size
+        words += ", an upper bound: it also holds the errors of the predictions"
+        bounds.append((statistics.stdev(misses.values()), words))
+    return min((bound for bound in bounds if not math.isnan(bound[0])), default=others)
 
 
 def _noise_of_seeds(rows: Sequence[Row]) -> tuple[float, str]:

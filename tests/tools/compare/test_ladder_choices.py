@@ -50,7 +50,7 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
     late = cells["last positions of a text (2 of 3 mixers measured)"]
     assert late == ["B", "-", "3.4000", "A", "+0.1000 ± 0.0200"]
     assert cells["lowest loss in most sources"] == ["C", "-", "2 of 2", "-", "-"]
-    assert "It comes from the seeds at s (2 degrees of freedom)." in section.note
+    assert "It comes from the seeds at s (2 degrees of freedom), taken as an upper bound" in section.note
     alone = choices("m", large, runs, {}, {})
     assert alone.rows[0] == ["lowest loss", "C", "-", "3.9900", "A", "+0.0100"]
     assert "the noise of a difference is unknown" in alone.note
@@ -91,8 +91,12 @@ def test_noise_of_a_run_comes_from_its_own_size_or_from_the_predictions() -> Non
     for rows in (small, small[::-1], [*small[1:], row("a", "s", 7.11, 7.14)]):
         noise, source = noise_of_run(rows, {"m"}, {})
         assert noise == pytest.approx(expected)
-        assert source == "the seeds at s (3 degrees of freedom)"
-    # Predictions of the same size are nearer than seeds of a smaller one. Their mean error is no noise.
+        assert (
+            source == "the seeds at s (3 degrees of freedom), taken as an upper bound, since noise falls with the size"
+        )
+    # The scatter of the predictions is the other upper bound. Their mean error is no noise.
+    misses = {str(number): 1 + number for number in range(5)}
+    assert noise_of_run(small, {"m"}, misses)[0] == pytest.approx(expected)
     misses = {str(number): 1 + number / 100 for number in range(5)}
     noise, source = noise_of_run(small, {"m"}, misses)
     assert noise == pytest.approx(statistics.stdev(misses.values()))
