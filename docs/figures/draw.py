@@ -195,8 +195,16 @@ def synthetic(out: Path, suite: str, *overrides: str, curves: bool = False) -> N
 
 PAIRS_64 = ("tasks=[512x64]", "more_lrs.tasks=[]", "widths=[64,128,256]", "lrs=[1e-4,4.6416e-4,1e-3,2.1544e-3]")
 PAIRS_80 = ("tasks=[512x80]", "more_lrs.tasks=[]", "lrs=[2.1544e-4,4.6416e-4,1e-3,2.1544e-3]")
-LISTOPS = tuple(
-    f"settings.listops.recipes.metala.{value}" for value in ("epochs=60", "warmup_steps=4500", "evaluate_every=2")
+LION_LISTOPS = (
+    "weight_decays: [0.01], epochs: 64, epoch_steps: 480, batch_size: 50, warmup_steps: 1920, evaluate_every: 4, "
+    "network: {num_layers: 6, intermediate_size: 64, norm: batchnorm, first_weights: pytorch}"
+)
+LISTOPS = (
+    *("tasks=[listops]", "models=[metala,lion_s_unscaled,lion_s_hippo]"),
+    *(f"settings.listops.recipes.metala.{value}" for value in ("epochs=60", "warmup_steps=4500", "evaluate_every=2")),
+    *(f"definitions.{model}.mixer_options.lion.decay_init=hippo" for model in ("lion_s_unscaled", "lion_s_hippo")),
+    f"settings.listops.recipes.lion_s_unscaled={{widths: [64], lrs: [5e-4,1e-3], {LION_LISTOPS}}}",
+    f"settings.listops.recipes.lion_s_hippo={{widths: [64], lrs: [1e-3,2e-3], {LION_LISTOPS}}}",
 )
 PATH_X = (
     *("widths=[64]", "lrs=[1e-3]", "batch_size=32", "epochs=32", "evaluate_every=2", "warmup_steps=500"),
@@ -228,7 +236,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
         out, "mqar", *PAIRS_64, "widths=[128]", "network.mlp=identity", curves=True
     ),
     "mqar_512x80.png": lambda out: synthetic(out, "mqar", *PAIRS_80, "seeds=[0,1,2]", curves=True),
-    "lra_listops.png": lambda out: synthetic(out, "lra", "tasks=[listops]", "models=[metala]", *LISTOPS, curves=True),
+    "lra_listops.png": lambda out: synthetic(out, "lra", *LISTOPS, curves=True),
     "lra_paths.png": lambda out: synthetic(out, "lra", *PATHS, curves=True),
 }
 

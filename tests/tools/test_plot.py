@@ -155,8 +155,8 @@ def test_loss_of_image_classifiers_is_per_image_and_scores_without_average_are_n
 
 
 def test_axis_numbers_are_plain() -> None:
-    numbers = (0.25, 8192, 65536, 15000, 2.5e6, 3e9, 4e12)
-    assert [style.plain_number(n) for n in numbers] == ["0.25", "8192", "64 Ki", "15 k", "2.5 M", "3 B", "4 T"]
+    numbers = (0.25, 8192, 65536, 15000, 2.5e6, 3e9, 4e12, 2e16)
+    assert [style.plain_number(n) for n in numbers] == ["0.25", "8192", "64 Ki", "15 k", "2.5 M", "3 B", "4 T", "20 P"]
     assert [run_curves._scientific(n) for n in (0, 0.25, 3e-4, 1.25e-5)] == ["0", "0.25", "3e-4", "1.25e-5"]
 
 

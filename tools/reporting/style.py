@@ -108,12 +108,13 @@ def log_axes(axes: Any, axis: Literal["x", "y"], ticks: Sequence[float] | None =
 
 
 def plain_number(value: float, _position: int | None = None) -> str:
-    """Return a number for an axis: 0.25, 512, 20 k, 2.5 M; powers of two from 16,384 on as 16 Ki."""
+    """Return a number for an axis: 0.25, 512, 20 k, 2.5 M, 10 P; powers of two from 16,384 on as 16 Ki."""
     if value >= 2**14 and math.log2(value).is_integer():
         return f"{value / 2**20:g} Mi" if value >= 2**20 else f"{value / 2**10:g} Ki"
-    for limit, unit, suffix in ((1e12, 1e12, " T"), (1e9, 1e9, " B"), (1e6, 1e6, " M"), (1e4, 1e3, " k")):
-        if abs(value) >= limit:
-            return f"{value / unit:.4g}{suffix}"
+    if abs(value) >= 1e4:
+        for unit, suffix in ((1e15, " P"), (1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+            if abs(value) >= unit:
+                return f"{value / unit:.4g}{suffix}"
     return f"{value:.4g}"
 
 

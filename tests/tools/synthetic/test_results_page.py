@@ -122,12 +122,29 @@ def test_scored_epoch_of_listops() -> None:
     assert f"{run['scored_epoch']} of {run['epochs']} (paper" in PAGE
 
 
+def test_rates_of_lion_in_listops() -> None:
+    models = {"no normalizers": "lion_s_unscaled", "normalizers": "lion_s_hippo"}
+    runs = {
+        (run["model"], f"{run['width']}, {run['network']['num_layers']}", rate(run["lr"])): run
+        for run in lines("lra")
+        if run["task"] == "listops"
+    }
+    rows = table("LION-s with HiPPO's decays")
+    assert len(rows) == len(runs) - 1  # MetaLA's run
+    for name, shape, lr, *cells in rows:
+        run = runs[models[name], shape, lr]
+        curve = ", ".join(f"{100 * value:.1f}" for value in run["history"])
+        assert cells == [f"{100 * run['accuracy']:.1f}", curve], f"{name}, {shape}, {lr}"
+
+
 def test_other_runs_of_long_range_arena() -> None:
-    lion, s5, path_x = (
-        run_of_lra(*key) for key in (("listops", "lion_s_unscaled"), ("image", "s5"), ("path_x", "metala_hippo"))
+    keys = (("pathfinder", "lion_s_unscaled"), ("image", "s5"), ("path_x", "metala_hippo"))
+    lion, s5, path_x = (run_of_lra(*key) for key in keys)
+    assert (
+        f"2,500 steps it has {100 * lion['accuracy']:.1f} % of the test images and a training loss of {lion['loss']:.3f}"
+        in PAGE
     )
-    assert f"It has **{100 * lion['accuracy']:.1f} %** of the test set" in PAGE
-    assert f"epoch: {', '.join(f'{100 * value:.1f}' for value in lion['history'])}." in PAGE
+    assert lion["epochs"] == 28
     curve = ", ".join(f"{100 * value:.1f}" for value in s5["history"][1::2])
     row = [s5["epochs"], f"{s5['seconds'] / 60:.1f}", f"{100 * s5['accuracy']:.1f}", curve]
     assert "| S5, positions, BatchNorm | {} (20) | {} | {} | {} |".format(*row) in PAGE
