@@ -36,7 +36,8 @@ class LionOptions:
     variant: Literal["lit", "d", "s", "lstm", "grfa"] = option(
         "s",
         "Decay. lit: none. d: one learned scalar per head. s: one per head and token. lstm: s with an input gate "
-        "on the key, and outputs divided by max(|normalizer|, 1). grfa: s with the key times 1 - decay.",
+        "on the key, and outputs divided by max(|normalizer|, 1). grfa: s with the key times 1 - decay; with decay_per: "
+        "value_channel the value.",
     )
     causal: bool = option(
         True, "true: a token sees itself and earlier tokens only. false: all tokens, for masked models."
@@ -50,7 +51,7 @@ class LionOptions:
     decay_per: Literal["head", "channel", "value_channel"] = option(
         "head",
         "head: one decay per head. channel: a vector per head, one decay per channel of its keys, as in GLA. value_channel: one "
-        "decay, mask and normalizer per channel of its values, for variants d and s with causal: false. lit has none.",
+        "decay, mask and normalizer per channel of its values, for variants d, s and grfa with causal: false. lit has none.",
     )
     decay_init: Literal["half", "retnet", "half_life", "hippo", "s4d_lin"] = option(
         "retnet",
@@ -103,10 +104,16 @@ class LionOptions:
                 "decays; set model.mixer_options.lion.decay_per = channel or value_channel, or decay_init = half, retnet or "
                 "half_life"
             )
-        if self.decay_per == "value_channel" and (self.causal or self.variant not in ("d", "s")):
+        if self.decay_per == "value_channel" and (self.causal or self.variant not in ("d", "s", "grfa")):
             raise ValueError(
                 f"model.mixer_options.lion.decay_per = value_channel with variant = {self.variant}, causal = "
-                f"{str(self.causal).lower()}: it is for variants d and s with causal = false; set these, or decay_per = channel"
+                f"{str(self.causal).lower()}: it is for variants d, s and grfa with causal = false; set these, or decay_per = "
+                "channel"
+            )
+        if self.decay_per == "value_channel" and self.variant == "grfa" and self.scaled:
+            raise ValueError(
+                "model.mixer_options.lion.scaled = true with decay_per = value_channel and variant = grfa, whose factor 1 - "
+                "decay is on the value and not in the normalizer: set scaled = false, or decay_per = channel"
             )
         if self.causal and self.form != "auto":
             raise ValueError(
@@ -140,7 +147,8 @@ class Lion(nn.Module):
       lstm  as s, k_t <- sigmoid(w' x_t + b') k_t, normalizer max(|row sum|, 1) (mLSTM, arXiv 2405.04517). The mLSTM's
             exponential input gate needs a running maximum; the sigmoid does not.
     decay_per = channel: a, w and b have one row per channel of keys, and M_ij multiplies the channel's part of phi(q_i) phi(k_j).
-    decay_per = value_channel: one row, one M and one normalizer per channel of values (appendix C.7).
+    decay_per = value_channel: one row, one M and one normalizer per channel of values (appendix C.7), and grfa
+    multiplies v_t by 1 - lambda_t instead of k_t.
     The bias b is the non-selective term. decay_init = hippo and value_init = zero_order_hold are those of the Long Range Arena.
     There are no positions: lit has no decay and needs model.positions = learned.
     """
@@ -190,6 +198,7 @@ class Lion(nn.Module):
         self.project_inputs: FusedProjections = apply_each
         self._size, self._heads = size, heads
         self._per_channel = options.decay_per != "head"
+        self._per_value_channel = options.decay_per == "value_channel"
 
     def forward(
         self,
@@ -215,7 +224,7 @@ class Lion(nn.Module):
         x = rest[0] if projected else x
         logits = self._decay_logits(x)
         # A gated key is rounded after the gate. Without a gate `bidirectional_linear_attention` applies phi.
-        gated = self.input_gate is not None or self.options.variant == "grfa"
+        gated = self.input_gate is not None or (self.options.variant == "grfa" and not self._per_value_channel)
         phi = None if self.options.phi == "none" else self.options.phi
         if phi is not None and (self.options.causal or gated):
             q, k, phi = feature_map(q, phi, v.dtype), feature_map(k, phi, None if gated else v.dtype), None
@@ -224,7 +233,8 @@ class Lion(nn.Module):
         if self.input_gate is not None:
             k = k * torch.sigmoid(to_accumulation_dtype(self.input_gate(x))).unsqueeze(-1)
         if self.options.variant == "grfa" and isinstance(logits, Tensor):
-            k = k * torch.sigmoid(-logits if self._per_channel else -logits.unsqueeze(-1))
+            share = torch.sigmoid(-logits if self._per_channel else -logits.unsqueeze(-1))
+            k, v = (k, (v * share).to(v.dtype)) if self._per_value_channel else (k * share, v)
         k = k.to(v.dtype)
         if self.options.causal:
             logits = logits.logits() if isinstance(logits, ProjectedDecayLogits) else logits
@@ -317,7 +327,7 @@ class Lion(nn.Module):
             cu_seqlens=cu_seqlens,
             mask_convention=self.options.mask_convention,
             form=self.options.form,
-            per_value_channel=self.options.decay_per == "value_channel",
+            per_value_channel=self._per_value_channel,
         )
         return (
             to_accumulation_dtype(o[..., :-1]) / to_accumulation_dtype(o[..., -1:]).abs().clamp_min(1.0) if lstm else o
@@ -331,7 +341,7 @@ class Lion(nn.Module):
             for gate, outputs in ((self.decay_weight, dim if self._per_channel else 1), (self.input_gate, 1))
             if gate is not None
         )
-        normalizers = (dim if self.options.decay_per == "value_channel" else 1) if self.options.scaled else 0
+        normalizers = (dim if self._per_value_channel else 1) if self.options.scaled else 0
         operator = flops_per_head(length, dim, dim + normalizers)
         return 8 * self._size**2 + self._heads * (gates + directions * operator)
 

@@ -31,6 +31,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("lion", {"decay_per": "value_channel", "causal": False, "decay_init": "s4d_lin"}),
     ("lion", {"decay_per": "value_channel", "causal": False, "variant": "d", "phi": "sigmoid", "scaled": False}),
     ("lion", {"decay_per": "channel", "variant": "grfa", "mask_convention": "shifted", "causal": False}),
+    ("lion", {"decay_per": "value_channel", "variant": "grfa", "causal": False, "scaled": False}),
     ("normalised_attention", {"normaliser": "softplus"}),
     ("normalised_attention", {"normaliser": "sigmoid"}),
     ("transnormer", {"phase": "first"}),

@@ -193,7 +193,9 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
     decay = _heads(_sigmoid(logits), heads)
     if variant == "lstm":
         k = k * _sigmoid(_linear(p, "input_gate", x))[:, :, None]
-    if variant == "grfa":
+    if variant == "grfa" and options.get("decay_per") == "value_channel":
+        v = v * (1 - decay)
+    elif variant == "grfa":
         k = k * (1 - decay)
     if options.get("causal", True):
         num, den = _causal(q, k, v, decay), _causal(q, k, torch.ones_like(v[..., :1]), decay)

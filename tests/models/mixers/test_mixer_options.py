@@ -109,12 +109,17 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
         (
             "lion",
             {"decay_per": "value_channel"},
-            r"variant = s, causal = true: it is for variants d and s with causal = false",
+            r"variant = s, causal = true: it is for variants d, s and grfa with causal = false",
+        ),
+        (
+            "lion",
+            {"decay_per": "value_channel", "variant": "lstm", "causal": False},
+            r"variant = lstm, causal = false: it is",
         ),
         (
             "lion",
             {"decay_per": "value_channel", "variant": "grfa", "causal": False},
-            r"variant = grfa, causal = false: it is",
+            r"scaled = true with decay_per = value_channel and variant = grfa, .* set scaled = false",
         ),
         ("lion", {"dt_min": 0.2}, r"lion\.dt_min = 0\.2 with dt_max = 0\.1: set 0 < dt_min <= dt_max"),
         ("lion", {"init_std": 0.0}, r"lion\.init_std = 0\.0: must be greater than 0"),

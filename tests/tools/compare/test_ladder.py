@@ -73,9 +73,10 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest
     monkeypatch.setattr("tools.compare.launcher.run_all", run_all)
     words = ["--models", "kda", "--seeds", "1", "--devices", "0", "model.vocab_size=512"]
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words]) == 1
-    assert given["last"] == {"kda-10m-10x-seed1"}
-    sizes = [name.split("-")[1] for name in given["names"]]
-    assert sizes == ["600k"] * 2 + ["1400k"] * 2 + ["2500k"] * 3 + ["5500k"] * 2 + ["10m"]
+    assert small.ladder is not None
+    rungs = small.ladder.rungs()
+    assert given["names"] == [f"kda-{rung}-seed1" for rung in rungs]
+    assert given["last"] == {f"kda-{rung}-seed1" for rung, (size, _) in rungs.items() if size == small.ladder.largest}
     measured: list[str] = []
     monkeypatch.setattr(held_out, "measure_positions", lambda runs, _: measured.extend(run.size for run in runs))
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--sizes", "600k", "--positions"]) == 1

@@ -61,9 +61,9 @@ def test_every_task_has_the_papers_settings():
 
 def test_recipes_are_those_of_one_model():
     tasks = ",".join(TASKS)
-    models = "metala,metala_hippo,lion_s_hippo,lion_s_unscaled,lion_d_hippo,lion_s,lion_d,lion_lit"
+    models = "metala,metala_hippo,lion_s_hippo,lion_s_unscaled,lion_grfa,lion_d_hippo,lion_s,lion_d,lion_lit"
     runs = plan(load_experiment("lra", [f"tasks=[{tasks}]", f"models=[{models}]"]), "bf16")
-    assert len(runs) == 48
+    assert len(runs) == 54
     settings = {
         run.task: (run.width, run.network["num_layers"], run.batch_size, run.steps, run.weight_decay)
         for run in runs
@@ -81,7 +81,7 @@ def test_recipes_are_those_of_one_model():
         config = model_config(run)
         options = config.options_of(config.mixers[0])
         assert (getattr(options, "decay_init", "none") in ("hippo", "s4d_lin")) == run.model.endswith(
-            ("hippo", "unscaled")
+            ("hippo", "unscaled", "grfa")
         )
         if run.model.startswith("lion"):
             assert (run.width, run.lr) == (settings[run.task][0], 5e-4)
