@@ -234,7 +234,10 @@ class Lion(nn.Module):
             k = k * torch.sigmoid(to_accumulation_dtype(self.input_gate(x))).unsqueeze(-1)
         if self.options.variant == "grfa" and isinstance(logits, Tensor):
             share = torch.sigmoid(-logits if self._per_channel else -logits.unsqueeze(-1))
-            k, v = (k, (v * share).to(v.dtype)) if self._per_value_channel else (k * share, v)
+            if self._per_value_channel:
+                v = (v * share).to(v.dtype)
+            else:
+                k = k * share
         k = k.to(v.dtype)
         if self.options.causal:
             logits = logits.logits() if isinstance(logits, ProjectedDecayLogits) else logits
