@@ -75,6 +75,8 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words]) == 1
     assert small.ladder is not None
     rungs = small.ladder.rungs()
+    parameters = [small.ladder.parameters[size] for size, _ in rungs.values()]
+    assert parameters == sorted(parameters)
     assert given["names"] == [f"kda-{rung}-seed1" for rung in rungs]
     assert given["last"] == {f"kda-{rung}-seed1" for rung, (size, _) in rungs.items() if size == small.ladder.largest}
     measured: list[str] = []
