@@ -18,7 +18,7 @@ from torch import Tensor
 
 # The kernels' files import both names from here.
 try:
-    import triton  # noqa: F401
+    import triton
     import triton.language as tl  # noqa: F401
 except ImportError as error:
     raise ImportError(
@@ -49,7 +49,6 @@ class Launch:
         # The key is the pointers that are not multiples of 16 bytes: Triton reads vectors from the others. A parameter in a
         # trainer's flat memory may have any address.
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
-        self._hooks: Any = None
 
     def __call__(self, *pointers: Tensor | None) -> None:
         addresses = [None if x is None else x.data_ptr() for x in pointers]
@@ -64,7 +63,7 @@ class Launch:
         elif torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 self(*pointers)
-        elif prepared.direct is None or _hooked(self._hooks):
+        elif prepared.direct is None or _profiled():
             prepared.launcher(*addresses, *self._values)
         else:
             start, before, after = prepared.direct
@@ -84,9 +83,8 @@ class Launch:
             compiled = launch(*pointers, *self._values, **self._options)
             # Triton's interpreter compiles nothing.
             if compiled is not None:
-                self._hooks = _runtime()
                 count = len(pointers) + len(self._values)
-                direct = None if self._hooks is None else direct_launch(compiled, self._grid, count)
+                direct = direct_launch(compiled, self._grid, count)
                 self._prepared[unaligned] = _Prepared(compiled[self._grid], direct)
 
 
@@ -148,18 +146,6 @@ def direct_launch(
     return start, tuple(fixed[: places[0]]), tuple(fixed[places[0] + 1 :])
 
 
-def _runtime() -> Any:
-    """Return the object that holds a profiler's hooks, or None before Triton 3.4."""
-    try:
-        from triton import knobs
-    except ImportError:
-        return None
-    return knobs.runtime
-
-
-def _hooked(runtime: Any) -> bool:
-    """Return whether a profiler has set launch hooks. Triton 3.4 has one hook or None, later releases have chains."""
-    return bool(
-        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
-    )
+def _profiled() -> bool:
+    """Return whether a profiler has set launch hooks. Triton's launcher calls them, the C function does not."""
+    return bool(triton.knobs.runtime.launch_enter_hook.calls or triton.knobs.runtime.launch_exit_hook.calls)
