@@ -159,6 +159,8 @@ def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section
         f"and the most frequent answer. Correlation: of score and validation loss over all runs with the score, from {_FEW_RUNS} "
         "runs on."
     )
+    if seeds := sorted({run.seed for group in of_rung.values() for run in group}):
+        note += f" Seeds with scores: {', '.join(map(str, seeds))}."
     if left_out:
         note += f" Left out, since the mean of the models is within two standard errors of the baseline: {'; '.join(left_out)}."
     complete = dict.fromkeys(run.label for run in runs if run.size == rung and run.folder in losses)

@@ -295,6 +295,7 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     assert f" {loss + 2:.4f} |" in document
     assert "## Loss by source at 40m-10x" in document
     assert "| 9 to 16  |  4.0000 |" in document
+    assert "Loss of one run per model, the first with measured positions. Not measured: Metala." in document
     assert "Not measured: Metala. `--positions` measures runs that have a checkpoint." in document
     page = (tmp_path / "ladder.html").read_text()
     assert "<h2>Prediction of 40m</h2>" in page

@@ -134,6 +134,7 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
     assert (
         "two standard errors of the baseline: rte after fine-tuning, accuracy; copa, acc; niah, score." in section.note
     )
+    assert f"Seeds with scores: {runs[8].seed}." in section.note
     assert not scores("5m-10x", runs, []).rows
     for run in runs:
         run.causal = False
