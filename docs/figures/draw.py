@@ -200,7 +200,7 @@ LION_LISTOPS = (
     "network: {num_layers: 6, intermediate_size: 64, norm: batchnorm, first_weights: pytorch}"
 )
 LISTOPS = (
-    *("tasks=[listops]", "models=[metala,lion_s_unscaled,lion_s_hippo]"),
+    *("tasks=[listops]", "models=[metala,lion_grfa,lion_s_unscaled,lion_s_hippo]"),
     *(f"settings.listops.recipes.metala.{value}" for value in ("epochs=60", "warmup_steps=4500", "evaluate_every=2")),
     *(f"definitions.{model}.mixer_options.lion.decay_init=hippo" for model in ("lion_s_unscaled", "lion_s_hippo")),
     f"settings.listops.recipes.lion_s_unscaled={{widths: [64], lrs: [5e-4,1e-3], {LION_LISTOPS}}}",

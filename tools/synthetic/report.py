@@ -55,6 +55,7 @@ _LABELS = {
     "hgrn2": "HGRN2",
     "kda": "KDA",
     "lion_d": "LION-d",
+    "lion_grfa": "LION with the gate of GRFA",
     "lion_lit": "LION-lit",
     "lion_s": "LION-s",
     "mamba": "Mamba",

@@ -265,6 +265,7 @@ def test_table_shows_the_papers_numbers(small: Callable[..., Experiment], measur
         ("metala_no_convolution", "MetaLA, no convolution"),
         ("mamba2", "Mamba-2"),
         ("lion_s", "LION-s"),
+        ("lion_grfa", "LION with the gate of GRFA"),
         ("my_mixer", "my mixer"),
         ("glass", "glass"),
     ],

@@ -123,7 +123,7 @@ def test_scored_epoch_of_listops() -> None:
 
 
 def test_rates_of_lion_in_listops() -> None:
-    models = {"no normalizers": "lion_s_unscaled", "normalizers": "lion_s_hippo"}
+    models = {"no normalizers": "lion_s_unscaled", "normalizers": "lion_s_hippo", "1 - decay on values": "lion_grfa"}
     runs = {
         (run["model"], f"{run['width']}, {run['network']['num_layers']}", rate(run["lr"])): run
         for run in lines("lra")
@@ -135,11 +135,30 @@ def test_rates_of_lion_in_listops() -> None:
         run = runs[models[name], shape, lr]
         curve = ", ".join(f"{100 * value:.1f}" for value in run["history"])
         assert cells == [f"{100 * run['accuracy']:.1f}", curve], f"{name}, {shape}, {lr}"
+    best = runs["lion_grfa", "128, 8", "1e-3"]
+    assert (
+        f"**{100 * best['accuracy']:.1f} %** of the test set after epoch {best['scored_epoch']} of {best['epochs']} (goal"
+        in PAGE
+    )
 
 
 def test_other_runs_of_long_range_arena() -> None:
-    keys = (("pathfinder", "lion_s_unscaled"), ("image", "s5"), ("path_x", "metala_hippo"))
-    lion, s5, path_x = (run_of_lra(*key) for key in keys)
+    s5, real = (run for run in lines("lra") if (run["task"], run["model"]) == ("image", "s5"))
+    keys = (
+        ("pathfinder", "lion_s_unscaled"),
+        ("path_x", "metala_hippo"),
+        ("pathfinder", "lion_grfa"),
+        ("image", "lion_grfa"),
+    )
+    lion, path_x, gated, image = (run_of_lra(*key) for key in keys)
+    assert real["network"]["mixer_options"]["s5"] == {"max_phase": 1e-12}
+    assert f"real decays it has {100 * real['accuracy']:.1f} % after {real['epochs']} epochs" in PAGE
+    twelve = [f"{100 * run['history'][5]:.1f} %" for run in (s5, real)]
+    assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
+    assert (
+        f"it has {100 * gated['accuracy']:.1f} % and {gated['loss']:.3f} ({gated['seconds'] / 60:.0f} minutes" in PAGE
+    )
+    assert f"LION has {100 * image['accuracy']:.1f} % after {image['epochs']} epochs" in PAGE
     assert (
         f"2,500 steps it has {100 * lion['accuracy']:.1f} % of the test images and a training loss of {lion['loss']:.3f}"
         in PAGE
