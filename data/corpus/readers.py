@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checksum import Checksum
-from .discovery import SourceFile, named_dataset
+from .discovery import SourceFile, named_dataset, shown_files
 
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1000
@@ -83,6 +83,15 @@ def read_blocks(files: Sequence[SourceFile], checksum: Checksum | None = None) -
             yield from _named_blocks(file)
         else:
             yield Block(file, 0, (), file.bytes)
+
+
+def check_source_key(key: str, found: bool, files: Sequence[SourceFile]) -> None:
+    """Raise ValueError for a key, other than the default, that no document has. found: whether a document has it."""
+    if key != SOURCE_KEY and not found:
+        raise ValueError(
+            f"no document has the source key {key!r} (data.source_key, --source-key): {shown_files(files)}. Name a key of the "
+            "records, with dots for inner objects, or leave it out"
+        )
 
 
 def parse_block(block: Block, text_key: str = "text", source_key: str = SOURCE_KEY) -> Parsed:

@@ -17,6 +17,7 @@ from ..atomic_io import atomic_write
 from ..checksum import DamagedDataError, Record, difference, read_sealed, record_of, write_sealed
 from ..corpus.discovery import SourceFile, shown_files
 from ..corpus.document_sources import UNKNOWN, SourceTable, read_sources_file, sources_path, write_sources
+from ..corpus.readers import check_source_key
 from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from ..manifest import describe_tokenizer, manifest_path, write_manifest
 from ..tokenizer import Tokenizer, padded_vocab_size
@@ -197,7 +198,9 @@ def join_shards(
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count) or "no documents"
         shutil.rmtree(parts)
         raise ValueError(f"the input holds no text: {shown_files(files)} ({why}). Check the text key (--jsonl-keys)")
-    _check_excluded(settings.filters.exclude_sources, skipped, every)
+    kept = {name for report in every for sources in report["sources"] for name in sources}
+    _check_excluded(settings.filters.exclude_sources, skipped, every, kept)
+    check_source_key(settings.source_key, bool((kept | set(settings.filters.exclude_sources)) - {UNKNOWN}), files)
     manifests = {}
     for index, name in enumerate(settings.names()):
         by_file = [sum(report["documents"][index] for report in of_file) for of_file in reports]
@@ -241,12 +244,13 @@ def join_shards(
     return manifests
 
 
-def _check_excluded(names: Sequence[str], skipped: Counter[str], reports: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError for an excluded source that no document has."""
+def _check_excluded(
+    names: Sequence[str], skipped: Counter[str], reports: Sequence[dict[str, Any]], kept: set[str]
+) -> None:
+    """Raise ValueError for an excluded source that no document has. kept: sources of the documents that are kept."""
     missing = [name for name in names if not skipped[excluded(name)]]
     if missing:
         documents = sum(sum(report["documents"]) for report in reports) + skipped.total()
-        kept = {name for report in reports for sources in report["sources"] for name in sources}
         known = sorted(kept | (set(names) - set(missing)))
         raise ValueError(
             f"--exclude-sources {', '.join(map(repr, missing))}: 0 of {documents:,} documents have this source; allowed are"

@@ -16,6 +16,8 @@ def data_problems(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
     data = config.data
     yield from image_problems(config)
     yield from _ramp(config.batch)
+    if data.objective != "causal":
+        yield from without_effect(config.evaluation, ("evaluation",), "data.objective = causal", name="prompt")
     if data.objective == "classification":
         return
     if not data.corpus and not data.train_files:

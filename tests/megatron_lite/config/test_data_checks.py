@@ -46,6 +46,10 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
             ("precision.fp8.num_layers_at_start_in_bf16=2",),
             "precision.fp8.num_layers_at_start_in_bf16 = 2 requires precision.fp8.recipe = rowwise; set it, or remove this key",
         ),
+        (
+            (*MASKED, "evaluation.prompt=The "),
+            'evaluation.prompt = "The " requires data.objective = causal; set it, or remove this key',
+        ),
         (LION, "data.objective = causal: lion sees the token that is to be predicted; set masked"),
         (
             ("data.objective=masked",),
