@@ -206,10 +206,10 @@ def _largest(
     misses = {model: miss for model, miss in misses.items() if math.isfinite(miss)}
     same_size = [name for name, (other, _) in ladder.rungs().items() if other == size]
     missing = ", ".join(row.label for row in here if row not in with_bins)
-    of_positions = "Loss of one run per model, the first with measured positions." if by_position else ""
+    of_positions = ["Loss of one run per model, the first with measured positions."] if by_position else []
     if missing and "accuracy" not in base.values:
-        of_positions += (
-            f" Not measured{f': {missing}' if by_position else ''}. `--positions` measures runs that have a checkpoint."
+        of_positions.append(
+            f"Not measured{f': {missing}' if by_position else ''}. `--positions` measures runs that have a checkpoint."
         )
     return [
         choices(rung, rows, runs, late, misses, same_size),
@@ -219,7 +219,7 @@ def _largest(
             f"Loss by position at {rung}",
             ["position", *(row.label for row in with_bins)],
             by_position,
-            of_positions.strip(),
+            " ".join(of_positions),
         ),
         scores(rung, runs, results),
     ]
