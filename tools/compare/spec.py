@@ -239,7 +239,8 @@ def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]
     if comparison.ladder is not None:
         if merged.get(("schedule", "train_steps")) is not None:
             raise ValueError("schedule.train_steps: the ladder sets it; change ladder.tokens_per_parameter instead")
-        merged.set(("schedule", "train_steps"), 1, "")  # until the batch is known
+        # Until the batch is known. Other steps of the file may not be larger.
+        merged.set(("schedule", "train_steps"), 10**9, "")
     for word in vocabulary_override(files, _words(merged.tree)):
         merged.set(("model", "vocab_size"), int(word.partition("=")[2]), "")
     words = _words(merged.tree)

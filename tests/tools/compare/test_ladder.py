@@ -56,6 +56,11 @@ def test_the_ladder_has_equal_parameters_and_tokens(tmp_path: Path, monkeypatch)
     assert run.config.data.test == "corpora/text_corpus/shift_text_document"
 
 
+def test_steps_below_those_of_the_ladder_are_accepted() -> None:
+    overrides = ["checkpoint.extra_steps=[3]", "schedule.warmup_steps=4"]
+    assert {run.config.checkpoint.extra_steps for run in plan_runs(laddered(), overrides=overrides)} == {(3,)}
+
+
 def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest_size_last(
     tmp_path: Path, monkeypatch
 ) -> None:
