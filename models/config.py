@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .options import describe_type, fits_type, nearest_multiples, nearest_names, option, require_divisor
+from .options import describe_type, fits_type, nearest_multiples, nearest_names, option, require_divisor, type_hints
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        for key, kind in typing.get_type_hints(ModelConfig).items():
+        for key, kind in type_hints(ModelConfig).items():
             if not fits_type(getattr(self, key), kind):
                 raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {describe_type(kind)}")
         object.__setattr__(self, "mixers", tuple(self.mixers))
@@ -209,7 +208,7 @@ class ModelConfig:
         for key in given:
             if key not in known:
                 raise ValueError(f"model.mixer_options.{mixer}.{key}: unknown option; {nearest_names(key, known)}")
-        allowed = typing.get_type_hints(options)
+        allowed = type_hints(options)
         for key, value in given.items():
             if not fits_type(value, allowed[key]):
                 raise ValueError(

@@ -10,6 +10,7 @@ import difflib
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import field
+from functools import cache
 from math import inf, isclose, isqrt
 from typing import Any, Literal, Protocol
 
@@ -18,6 +19,10 @@ HEAD_NORM = "Norm per head before the gate, without gain; flash-linear-attention
 HEAD_NORM_EPS = "Added to the variance (or mean square) in that norm."
 DT_MIN = "Smallest time step of decay_init: hippo, that of the first head (s4d_lin: channel)."
 DT_MAX = "Largest time step of decay_init: hippo, that of the last head (s4d_lin: channel)."
+
+
+# Field -> type of a dataclass. Every `ModelConfig` needs several, and one takes a millisecond.
+type_hints = cache(typing.get_type_hints)
 
 
 def option(default: Any, doc: str) -> Any:

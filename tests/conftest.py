@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.reporting.style import STYLE
+
 with contextlib.suppress(ImportError):  # a GPU machine that runs tests/gpu alone may lack it
     from hypothesis import settings
 
@@ -78,6 +80,14 @@ def unsynced() -> Iterator[None]:
     """Skip fsync, since files of tests need not survive a power cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_figures() -> Iterator[None]:
+    """Write the figures of this process with few pixels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STYLE, "savefig.dpi", 50)
         yield
 
 

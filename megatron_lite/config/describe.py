@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
@@ -58,7 +59,8 @@ class Key:
         return self.annotation is Any or type(None) in get_args(self.annotation)
 
 
-def keys_of(section: type) -> dict[str, Key]:
+@cache
+def keys_of(section: type) -> Mapping[str, Key]:
     """Return the keys of a section (a pydantic model or a dataclass) in definition order."""
     if issubclass(section, BaseModel):
         return {name: _pydantic_key(info) for name, info in section.model_fields.items()}
