@@ -168,7 +168,7 @@ def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
         "evaluation.interval=0",
     ]
     run = Path("runs/cut/metala-small-seed1")
-    steps = 1000
+    steps = 400
 
     def interrupt() -> None:
         while not (run / "metrics.jsonl").is_file() or len((run / "metrics.jsonl").read_text().splitlines()) < 4:
