@@ -275,11 +275,11 @@ def _changed(cell: _Cell, width: int, steps: int | None = None) -> _Cell:
     tree, config = cell
     merged = Sources(tree=json.loads(json.dumps(tree)))
     merged.set(("model", "intermediate_size"), width, "")
-    update: Tree = {"model": replace(config.model, intermediate_size=width)}
-    if steps is not None:
-        merged.set(("schedule", "train_steps"), steps, "")
-        update["schedule"] = config.schedule.model_copy(update={"train_steps": steps})
-    return merged.tree, config.model_copy(update=update)
+    if steps is None:
+        return merged.tree, config.model_copy(update={"model": replace(config.model, intermediate_size=width)})
+    merged.set(("schedule", "train_steps"), steps, "")
+    # Read again, since other keys derive from the steps or have them as a limit.
+    return merged.tree, load_config((), _words(merged.tree), model_type=ModelConfig, world_size=1)
 
 
 def _run(

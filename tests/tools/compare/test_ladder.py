@@ -56,9 +56,12 @@ def test_the_ladder_has_equal_parameters_and_tokens(tmp_path: Path, monkeypatch)
     assert run.config.data.test == "corpora/text_corpus/shift_text_document"
 
 
-def test_steps_below_those_of_the_ladder_are_accepted() -> None:
-    overrides = ["checkpoint.extra_steps=[3]", "schedule.warmup_steps=4"]
-    assert {run.config.checkpoint.extra_steps for run in plan_runs(laddered(), overrides=overrides)} == {(3,)}
+def test_other_steps_are_compared_with_those_of_the_ladder() -> None:
+    runs = plan_runs(laddered(), overrides=["checkpoint.extra_steps=[3]", "schedule.warmup_steps=4"])
+    assert {run.config.checkpoint.extra_steps for run in runs} == {(3,)}
+    assert all(run.config.schedule.decay_steps == run.config.schedule.train_steps for run in runs)
+    with pytest.raises(ValueError, match=r"extra_steps holds 1000000: at most schedule\.train_steps = "):
+        plan_runs(laddered(), overrides=["checkpoint.extra_steps=[1000000]"])
 
 
 def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest_size_last(
