@@ -39,6 +39,7 @@ def choices(
     late: Mapping[str, float],
     misses: Mapping[str, float],
     same_size: Collection[str] = (),
+    late_rung: str = "",
 ) -> Section:
     """Return one row per purpose: the best mixer, those as good within the noise, and the next mixer.
 
@@ -47,6 +48,7 @@ def choices(
         late: model -> loss of one run at the last positions; empty if it was not measured.
         misses: model -> predicted minus trained loss at the rung.
         same_size: other rungs of the rung's size.
+        late_rung: rung of `late`; by default `rung`.
     """
     here = [row for row in rows if row.size == rung and math.isfinite(row.mean("loss"))]
     growing = {run.model for run in runs if _grows(run.config.model)}
@@ -63,10 +65,12 @@ def choices(
         values = {row.label: row.mean(metric) for row in among if metric in row.values}
         if len(values) > 1:
             cells.append([purpose, *_best(values, error)])
-    labels = {row.model: row.label for row in here}
+    labels = {row.model: row.label for row in rows}
     if len(positions := {labels[model]: loss for model, loss in late.items() if model in labels}) > 1:
-        measured = "" if len(positions) == len(here) else f" ({len(positions)} of {len(here)} mixers measured)"
-        cells.append([f"last positions of a text{measured}", *_best(positions, noise * math.sqrt(2))])
+        mixers = {row.model for row in rows if row.size == (late_rung or rung)}
+        where = f" at {late_rung}" if late_rung not in ("", rung) else ""
+        where += "" if len(positions) == len(mixers) else f" ({len(positions)} of {len(mixers)} mixers measured)"
+        cells.append([f"last positions of a text{where}", *_best(positions, noise * math.sqrt(2))])
     cells += _by_source(here)
     note = "Loss in nats per token. "
     if not cells:
@@ -126,6 +130,11 @@ def _noise_of_seeds(rows: Sequence[Row]) -> tuple[float, str]:
             rungs.append(size)
     words = f"the seeds at {', '.join(rungs)} ({freedom} degrees of freedom)"
     return (math.sqrt(squares / freedom), words) if freedom else (math.nan, "")
+
+
+def has_scores(rung: str, runs: Sequence[Run]) -> bool:
+    """Return whether some run of a rung has scores."""
+    return any(run.size == rung and _scores_of(run) for run in runs)
 
 
 def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section:

@@ -112,11 +112,11 @@ def predict(
 
 
 def points_of(results: Sequence[Result]) -> dict[str, Points]:
-    """Return model -> parameters, tokens and losses of its complete runs."""
+    """Return model -> parameters, tokens and losses of its complete runs, without the unstable ones."""
     points: dict[str, list[tuple[float, float, float]]] = {}
     for result in results:
         of_model = points.setdefault(result.run.model, [])
-        if result.final and math.isfinite(result.final["loss"]):
+        if result.final and math.isfinite(result.final["loss"]) and not result.unstable:
             of_model.append((result.run.body, result.tokens, result.final["loss"]))
     return {model: (*np.array(of_model or np.zeros((0, 3))).T,) for model, of_model in points.items()}
 

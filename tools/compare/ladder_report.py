@@ -7,11 +7,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tools.compare.held_out import compressors_of, positions_of, training_tokens_of
-from tools.compare.ladder_choices import choices, scores
+from tools.compare.ladder_choices import choices, has_scores, scores
 from tools.compare.ladder_predictions import (
     Predictions,
     fits_of,
@@ -20,7 +21,7 @@ from tools.compare.ladder_predictions import (
     predict,
     stored_predictions,
 )
-from tools.compare.results import Result, Row, ranked
+from tools.compare.results import Result, Row, ranked, unstable_note
 from tools.compare.rungs import Ladder
 from tools.compare.scaling_fit import ScalingFit
 from tools.compare.spec import Comparison, Run
@@ -85,22 +86,25 @@ def markdown(sections: Sequence[Section], command: str = "", measures: str = "")
 def _predictions(
     ladder: Ladder, largest: Sequence[Run], rows: Sequence[Row], predictions: Predictions, problems: str
 ) -> Section:
-    trained = {(row.model, row.size): row.mean("loss") for row in rows if math.isfinite(row.mean("loss"))}
-    cells, errors, times = [], [], dict[str, list[str]]()
+    trained = {(row.model, row.size): row for row in rows if math.isfinite(row.mean("loss"))}
+    cells, errors, unstable, times = [], [], list[str](), dict[str, list[str]]()
     for (model, rung), run in {(run.model, run.size): run for run in largest}.items():
         if (prediction := predictions.get(model, {}).get(rung)) is None:
             continue
         times.setdefault(prediction.stored, []).append(run.label)
-        actual = trained.get((model, rung))
-        errors += [] if actual is None else [abs(prediction.loss - actual)]
+        row = trained.get((model, rung))
+        miss = math.nan if row is None else prediction.loss - row.mean("loss")
+        if row is not None:
+            unstable += [row.label] if row.unstable else []
+            errors += [] if row.unstable else [abs(miss)]
         cells.append(
             [
-                run.label,
+                run.label if row is None else row.marked_label,
                 rung,
                 f"{prediction.loss:.4f} [{prediction.low:.4f}, {prediction.high:.4f}]",
                 f"{prediction.own:.4f}",
-                "-" if actual is None else f"{actual:.4f}",
-                "-" if actual is None else f"{prediction.loss - actual:+.4f}",
+                "-" if row is None else f"{row.mean('loss'):.4f}",
+                "-" if row is None else f"{miss:+.4f}",
             ]
         )
     header = ["model", "rung", "predicted loss", "with own exponents", "trained", "predicted minus trained"]
@@ -114,6 +118,8 @@ def _predictions(
         note += (
             f" Within {_NEAR:g} nats: {near} of {len(errors)}; mean absolute difference {statistics.mean(errors):.4f}."
         )
+    if unstable:
+        note += f" Not counted, since a run was unstable: {', '.join(unstable)}."
     return Section(f"Prediction of {ladder.largest}", header, cells, note)
 
 
@@ -150,7 +156,10 @@ def _largest(
     rows: Sequence[Row],
     predictions: Predictions,
 ) -> list[Section]:
-    """Return the tables of the largest rung with a complete run: choices, loss, bits per byte, by source and position, scores."""
+    """Return the tables of the largest rung with a complete run: choices, loss, bits per byte, by source and position, scores.
+
+    Positions and scores are of the largest rung where they are measured. Unstable runs are left out of the choices.
+    """
     complete = {row.size for row in rows}
     reached = [rung for rung in ladder.rungs() if rung in complete]
     if not reached:
@@ -166,7 +175,7 @@ def _largest(
         bits = _mean(row, "bits_per_byte")
         overview.append(
             [
-                row.label,
+                row.marked_label,
                 f"{row.mean('loss'):.4f}",
                 "-" if row is base else f"{change:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}"),
                 *(
@@ -186,43 +195,60 @@ def _largest(
         numbers = ", ".join(f"{k} {v:.4f}" for k, v in compressors.items())
         note += f" Compressors on the validation text, bits per byte: {numbers}."
     by_source = [[source.removeprefix("loss/"), *(_number(_mean(row, source)) for row in here)] for source in sources]
-    labels = [row.label for row in here]
-    of_rung = [run for run in reversed(runs) if run.size == rung]
-    bins = {run.model: measured for run in of_rung if (measured := positions_of(run))}
-    with_bins = [row for row in here if row.model in bins]
-    by_position = [
-        [
-            "{from:,.0f} to {to:,.0f}".format(**bin) if bin["to"] > bin["from"] else f"{bin['from']:,.0f}",
-            *(_number(bins[row.model][i]["loss"]) for row in with_bins),
-        ]
-        for i, bin in enumerate(bins[with_bins[0].model] if with_bins else [])
-    ]
-    late = {row.model: bins[row.model][-1]["loss"] for row in with_bins}
+    steady = [row for row in rows if not row.unstable]
     misses = {
         row.model: predictions[row.model][rung].loss - row.mean("loss")
-        for row in here
-        if rung in predictions.get(row.model, {})
+        for row in steady
+        if row.size == rung and rung in predictions.get(row.model, {})
     }
     misses = {model: miss for model, miss in misses.items() if math.isfinite(miss)}
     same_size = [name for name, (other, _) in ladder.rungs().items() if other == size]
-    missing = ", ".join(row.label for row in here if row not in with_bins)
-    of_positions = ["Loss of one run per model, the first with measured positions."] if by_position else []
-    if missing and "accuracy" not in base.values:
-        of_positions.append(
-            f"Not measured{f': {missing}' if by_position else ''}. `--positions` measures runs that have a checkpoint."
-        )
+    late_rung, late, by_position = _positions(reached, rows, runs)
+    scored = next((other for other in reversed(reached) if has_scores(other, runs)), rung)
     return [
-        choices(rung, rows, runs, late, misses, same_size),
-        Section(f"Loss at {rung}", header, overview, note),
-        Section(f"Loss by source at {rung}", ["source", *labels], by_source if len(sources) > 1 else []),
+        choices(rung, steady, runs, late, misses, same_size, late_rung),
+        Section(f"Loss at {rung}", header, overview, note + unstable_note(here)),
         Section(
-            f"Loss by position at {rung}",
-            ["position", *(row.label for row in with_bins)],
-            by_position,
-            " ".join(of_positions),
+            f"Loss by source at {rung}",
+            ["source", *(row.marked_label for row in here)],
+            by_source if len(sources) > 1 else [],
         ),
-        scores(rung, runs, results),
+        by_position,
+        scores(scored, runs, results),
     ]
+
+
+def _positions(
+    reached: Sequence[str], rows: Sequence[Row], runs: Sequence[Run]
+) -> tuple[str, dict[str, float], Section]:
+    """Return the largest rung with measured positions, model -> loss at the last positions, and the table.
+
+    reached: the rungs with a complete run. Without measured positions the last of them is returned.
+    """
+    rung, bins = reached[-1], dict[str, list[dict[str, Any]]]()
+    for other in reversed(reached):
+        of_rung = [run for run in reversed(runs) if run.size == other]
+        if bins := {run.model: measured for run in of_rung if (measured := positions_of(run))}:
+            rung = other
+            break
+    here = ranked(row for row in rows if row.size == rung)
+    measured, missing = ([row for row in here if (row.model in bins) is found] for found in (True, False))
+    table = [
+        [
+            "{from:,.0f} to {to:,.0f}".format(**bin) if bin["to"] > bin["from"] else f"{bin['from']:,.0f}",
+            *(_number(bins[row.model][i]["loss"]) for row in measured),
+        ]
+        for i, bin in enumerate(bins[measured[0].model] if measured else [])
+    ]
+    notes = ["Loss of one run per model, the first with measured positions."] if table else []
+    if missing and "accuracy" not in here[0].values:
+        labels = ", ".join(row.label for row in missing)
+        notes.append(
+            f"Not measured{f': {labels}' if table else ''}. `--positions` measures runs that have a checkpoint."
+        )
+    header = ["position", *(row.marked_label for row in measured)]
+    late = {row.model: bins[row.model][-1]["loss"] for row in measured if not row.unstable}
+    return rung, late, Section(f"Loss by position at {rung}", header, table, " ".join(notes))
 
 
 def _mean(row: Row, metric: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,11 @@ from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from tools.compare.launcher import steps_done
 from tools.compare.spec import Run
 from tools.reporting.tables import markdown_table, plain_table
+
+# A run with this growth of its gradient norm is unstable: see `Result.gradient_growth`.
+UNSTABLE_GROWTH = 3.0
+# Fewer logged gradient norms show no growth.
+_FEW_NORMS = 8
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class Result:
         curve: lines of kind `validation` of the run's metrics.
         final: the last of these lines; None if the run is not complete.
         test: the line of `data.test`; None without one.
+        gradient_growth: median gradient norm of the last quarter of the logged steps over that of the second quarter. Steady
+            runs have 0.8 to 1.9. nan with few logged steps.
     """
 
     run: Run
@@ -30,6 +37,11 @@ class Result:
     tokens: int
     seconds: float
     test: dict[str, Any] | None = None
+    gradient_growth: float = math.nan
+
+    @property
+    def unstable(self) -> bool:
+        return self.gradient_growth > UNSTABLE_GROWTH
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,15 @@ class Row:
     parameters: int
     body: int
     values: dict[str, dict[int, float]]
+
+    @property
+    def unstable(self) -> bool:
+        """Return whether the run of some seed was unstable."""
+        return any(growth > UNSTABLE_GROWTH for growth in self.values.get("gradient_growth", {}).values())
+
+    @property
+    def marked_label(self) -> str:
+        return f"{self.label} (unstable)" if self.unstable else self.label
 
     def mean(self, metric: str) -> float:
         return statistics.mean(self.values[metric].values())
@@ -82,8 +103,17 @@ def read_results(runs: Iterable[Run]) -> list[Result]:
             else 0.0
         )
         tests = [line for line in lines if line["kind"] == "test"]
-        results.append(Result(run, curve, final, tokens, seconds, tests[-1] if run.complete and tests else None))
+        test = tests[-1] if run.complete and tests else None
+        results.append(Result(run, curve, final, tokens, seconds, test, _gradient_growth(train)))
     return results
+
+
+def _gradient_growth(train: Sequence[Mapping[str, Any]]) -> float:
+    norms = [norm for line in train if math.isfinite(norm := line.get("gradient_norm", math.nan))]
+    quarter = len(norms) // 4
+    if len(norms) < _FEW_NORMS or not (before := statistics.median(norms[quarter : 2 * quarter])):
+        return math.nan
+    return statistics.median(norms[-quarter:]) / before
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
@@ -100,6 +130,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                 row.values.setdefault(metric, {})[run.seed] = float(value)
         if result.test is not None:
             row.values.setdefault("test", {})[run.seed] = float(result.test["loss"])
+        row.values.setdefault("gradient_growth", {})[run.seed] = result.gradient_growth
     return list(rows.values())
 
 
@@ -184,13 +215,27 @@ def _main_table(rows: Sequence[Row], base: Row) -> str:
     for row in rows:
         change, error = row.difference(base, "loss")
         shown = "-" if row is base else f"{change:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
-        cells = [row.label, f"{row.parameters:,}", f"{row.body:,}", str(len(row.values["loss"]))]
+        cells = [row.marked_label, f"{row.parameters:,}", f"{row.body:,}", str(len(row.values["loss"]))]
         cells += [_with_deviation(row, "loss", 4), shown]
         cells += [_with_deviation(row, "accuracy", 2, 100.0)] if accuracy else []
         cells += [_with_deviation(row, "bits_per_byte", 4)] if "bits per byte" in header else []
         body.append(cells)
-    notes = "Mean ± sample standard deviation over the seeds; differences are paired by seed, ± standard error.\n"
-    return markdown_table(header, body, aligned=True) + "\n\n" + notes
+    notes = "Mean ± sample standard deviation over the seeds; differences are paired by seed, ± standard error."
+    return f"{markdown_table(header, body, aligned=True)}\n\n{notes}{unstable_note(rows)}\n"
+
+
+def unstable_note(rows: Sequence[Row]) -> str:
+    """Return a sentence about the unstable runs, or an empty text."""
+    growths = {
+        f"{row.label}, seed {seed}": growth
+        for row in rows
+        for seed, growth in row.values.get("gradient_growth", {}).items()
+        if growth > UNSTABLE_GROWTH
+    }
+    if not growths:
+        return ""
+    words = "; ".join(f"{name}: {growth:.3g} times" for name, growth in growths.items())
+    return f" Unstable, since the gradient norm grows from the second to the last quarter of the run: {words}."
 
 
 def _with_deviation(row: Row, metric: str, digits: int, scale: float = 1.0) -> str:

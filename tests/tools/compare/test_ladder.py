@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from tools.compare.__main__ import main, write_results
 from tools.compare.held_out import check_held_out, compressors_of, training_tokens_of
 from tools.compare.ladder_predictions import store_predictions, stored_predictions
 from tools.compare.ladder_report import markdown, write_ladder
-from tools.compare.results import Result, rows_of
+from tools.compare.results import Result, read_results, rows_of
 from tools.compare.rungs import Ladder
 from tools.compare.spec import plan_runs, read_comparison
 
@@ -309,6 +310,68 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     assert "<h2>Prediction of 40m</h2>" in page
     assert "data:image/png;base64," in page
     assert [path.name for path in files] == ["ladder.png", "ladder.html"]
+
+
+def test_unstable_runs_are_shown_and_left_out_of_choices_predictions_and_fits(tmp_path: Path) -> None:
+    planned, runs, results = ladder_results(tmp_path)
+    # The first model is unstable at two sizes, and its losses there lie below the law.
+    names = {"softmax-20m-20x", "softmax-40m-10x"}
+    for result in results:
+        if result.run.name in names:
+            assert result.final is not None
+            result.final["loss"] -= 1.0
+    unchanged = [replace(result, gradient_growth=1.9) for result in results]
+    unstable = [replace(result, gradient_growth=3.5 if result.run.name in names else 1.9) for result in results]
+    before, document = (
+        markdown(write_ladder(planned, planned.ladder, runs, of_all, rows_of(of_all))[0])
+        for of_all in (unchanged, unstable)
+    )
+    assert "unstable" not in before
+    loss = law(4e7, 4e8)
+    line = next(line for line in document.splitlines() if line.startswith("| Softmax (unstable) | 40m-10x"))
+    assert [cell.strip() for cell in line.split("|")[3:7:3]] == [f"{loss:.4f} [{loss:.4f}, {loss:.4f}]", "+1.0000"]
+    assert "Not counted, since a run was unstable: Softmax." in document
+    assert "Within 0.01" not in document
+    fit = next(line for line in document.splitlines() if line.startswith("| Softmax |    7 |"))
+    assert "1.690 [1.690, 1.690]" in fit
+    assert "| lowest loss " in before
+    assert "| lowest loss " not in document  # one steady mixer is no choice
+    assert f"| Softmax (unstable) | {loss - 1:.4f} |" in document
+    assert "the last quarter of the run: Softmax, seed 1: 3.5 times." in document
+
+
+def test_positions_and_scores_are_of_the_largest_rung_where_they_are_measured(tmp_path: Path) -> None:
+    planned, runs, results = ladder_results(tmp_path)
+    scores = {"results": {"tasks": {"boolq": {"acc": 0.5}}}, "details": {"tasks": {"boolq": {"acc": {"stderr": 0.1}}}}}
+    for run in runs:
+        bins = [{"from": 1, "to": 8, "loss": 5.0 if run.model == "softmax" else 4.0}]
+        if run.size in ("5m-10x", "10m-10x"):
+            (run.folder / held_out.POSITIONS).write_text(json.dumps({"bins": bins}))
+            (run.folder / "results.json").write_text(json.dumps(scores))
+    document = markdown(write_ladder(planned, planned.ladder, runs, results, rows_of(results))[0])
+    titles = [line.removeprefix("## ") for line in document.splitlines() if line.startswith("## ")]
+    assert titles[:3] == ["Which mixer for which purpose, at 40m-10x", "Loss at 40m-10x", "Loss by source at 40m-10x"]
+    assert titles[3:5] == ["Loss by position at 10m-10x", "Zero-shot scores and recall at 10m-10x"]
+    (late,) = (line for line in document.splitlines() if line.startswith("| last positions of a text at 10m-10x"))
+    assert [cell.strip() for cell in late.split("|")[2:5]] == ["Metala", "-", "4.0000"]
+    assert "| boolq, acc |" in document
+
+
+def test_growth_of_the_gradient_norm_is_read_from_the_metrics(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(folder=tmp_path, complete=True)
+
+    def growth(norms: list[float | None]) -> float:
+        lines = [
+            {"kind": "train", "step": i, "step_seconds": 1.0, "gradient_norm": norm} for i, norm in enumerate(norms)
+        ]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (result,) = read_results([run])
+        return result.gradient_growth
+
+    assert growth([9.0, 9.0, 1.0, 2.0, 5.0, 5.0, 6.0, 9.0]) == 5.0
+    assert growth([None, 9.0, 9.0, 1.0, 2.0, 5.0, 5.0, 6.0, 9.0]) == 5.0
+    assert math.isnan(growth([9.0, 1.0, 2.0]))
+    assert math.isnan(growth([0.0] * 8))
 
 
 def test_report_holds_the_smaller_sizes_alone(tmp_path: Path) -> None:
