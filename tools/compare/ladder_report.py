@@ -276,6 +276,8 @@ def _draw(ladder: Ladder, results: Sequence[Result], fits: Mapping[str, ScalingF
                 mean = statistics.mean(result.final["loss"] for result in of_rung if result.final)
                 face = style["color"] if rungs[rung][1] == ratio else "none"
                 axes.plot([compute], [mean], **{**style, "ls": "", "mfc": face})
+                if any(result.unstable for result in of_rung):
+                    axes.annotate("unstable ", (compute, mean), ha="right", va="bottom", color=style["color"])
             if model in fits:
                 sizes = np.geomspace(*(bound(ladder.parameters.values()) for bound in (min, max)), 40)
                 losses = [fits[model].predict(size, ratio * size)[0] for size in sizes]
