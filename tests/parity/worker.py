@@ -163,11 +163,14 @@ def bf16_steps(parallel: dict[str, Any], optimizer: str, count: int, *, replaced
     replaced: step by `megatron_lite.optim.bf16_optimizer`, else by DeepSpeed.
     """
     grid = grid_of(parallel)
+    pairs = grid.data_size * grid.pipe_size == 1  # as in `run`
+    size = 4 if pairs else 2
     with pytest.MonkeyPatch.context() as patch:
         (reduce_in_float32 if replaced else leave_bf16_steps)(patch)
-        engine = engine_of(layouts.model_config("hybrid"), parallel, grid, dtype="bf16", optimizer=optimizer)
+        config = layouts.model_config("hybrid")
+        engine = engine_of(config, parallel, grid, dtype="bf16", optimizer=optimizer, micro_batch_size=size)
     skips = [lambda _, index=index: index == 1 for index in range(STEPS)]
-    steps = [own(step, grid) for step in layouts.steps()]
+    steps = [own(layouts.in_pairs(step) if pairs else step, grid) for step in layouts.steps()]
     pairs = list(zip(steps, skips, strict=True))[:count]
     results = [engine.train_step(step, lr=1e-3, should_skip=skip) for step, skip in pairs]
     state = [
