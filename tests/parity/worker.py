@@ -164,15 +164,17 @@ def bf16_steps(parallel: dict[str, Any], optimizer: str, count: int, *, replaced
     """
     grid = grid_of(parallel)
     pairs = grid.data_size * grid.pipe_size == 1  # as in `run`
-    size = 4 if pairs else 2
     with pytest.MonkeyPatch.context() as patch:
         (reduce_in_float32 if replaced else leave_bf16_steps)(patch)
         config = layouts.model_config("hybrid")
-        engine = engine_of(config, parallel, grid, dtype="bf16", optimizer=optimizer, micro_batch_size=size)
-    skips = [lambda _, index=index: index == 1 for index in range(STEPS)]
+        engine = engine_of(
+            config, parallel, grid, dtype="bf16", optimizer=optimizer, micro_batch_size=4 if pairs else 2
+        )
     steps = [own(layouts.in_pairs(step) if pairs else step, grid) for step in layouts.steps()]
-    pairs = list(zip(steps, skips, strict=True))[:count]
-    results = [engine.train_step(step, lr=1e-3, should_skip=skip) for step, skip in pairs]
+    results = [
+        engine.train_step(step, lr=1e-3, should_skip=lambda _, index=index: index == 1)
+        for index, step in enumerate(steps[:count])
+    ]
     state = [
         torch.cat([fragment.tensors[key] for fragment in engine.optimizer_state.fragments()])
         for key in ("weight", "exp_avg", "exp_avg_sq")

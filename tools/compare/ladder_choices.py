@@ -132,19 +132,16 @@ def _noise_of_seeds(rows: Sequence[Row]) -> tuple[float, str]:
     return (math.sqrt(squares / freedom), words) if freedom else (math.nan, "")
 
 
-def has_scores(rung: str, runs: Sequence[Run]) -> bool:
-    """Return whether some run of a rung has scores."""
-    return any(run.size == rung and _scores_of(run) for run in runs)
+def scores(reached: Sequence[str], runs: Sequence[Run], results: Sequence[Result]) -> Section:
+    """Return the scores of the largest rung that has any, and their correlation with the loss over the runs of every rung.
 
-
-def scores(rung: str, runs: Sequence[Run], results: Sequence[Result]) -> Section:
-    """Return the scores of a rung's runs, and their correlation with the loss over the runs of every rung.
-
-    Tasks in which the runs are at the baseline are only named.
+    Tasks in which the runs are at the baseline are only named. reached: the rungs with a complete run, in ascending order.
     """
     losses = {result.run.folder: result.final["loss"] for result in results if result.final}
     losses = {folder: loss for folder, loss in losses.items() if math.isfinite(loss)}
     measured = {run.folder: _scores_of(run) for run in runs if run.folder in losses}
+    scored = {run.size for run in runs if measured.get(run.folder)}
+    rung = next((rung for rung in reversed(reached) if rung in scored), reached[-1])
     of_rung: dict[str, list[Run]] = {}
     for run in runs:
         if run.size == rung and measured.get(run.folder):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tools.compare.held_out import compressors_of, positions_of, training_tokens_of
-from tools.compare.ladder_choices import choices, has_scores, scores
+from tools.compare.ladder_choices import choices, scores
 from tools.compare.ladder_predictions import (
     Predictions,
     fits_of,
@@ -204,7 +204,6 @@ def _largest(
     misses = {model: miss for model, miss in misses.items() if math.isfinite(miss)}
     same_size = [name for name, (other, _) in ladder.rungs().items() if other == size]
     late_rung, late, by_position = _positions(reached, rows, runs)
-    scored = next((other for other in reversed(reached) if has_scores(other, runs)), rung)
     return [
         choices(rung, steady, runs, late, misses, same_size, late_rung),
         Section(f"Loss at {rung}", header, overview, note + unstable_note(here)),
@@ -214,7 +213,7 @@ def _largest(
             by_source if len(sources) > 1 else [],
         ),
         by_position,
-        scores(scored, runs, results),
+        scores(reached, runs, results),
     ]
 
 

@@ -13,8 +13,8 @@ from tools.compare.launcher import steps_done
 from tools.compare.spec import Run
 from tools.reporting.tables import markdown_table, plain_table
 
-# A run with this growth of its gradient norm is unstable: see `Result.gradient_growth`.
-UNSTABLE_GROWTH = 3.0
+# A run with more growth of its gradient norm is unstable: see `Result.gradient_growth`.
+_UNSTABLE_GROWTH = 3.0
 # Fewer logged gradient norms show no growth.
 _FEW_NORMS = 8
 
@@ -41,7 +41,7 @@ class Result:
 
     @property
     def unstable(self) -> bool:
-        return self.gradient_growth > UNSTABLE_GROWTH
+        return is_unstable(self.gradient_growth)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,14 @@ class Row:
     values: dict[str, dict[int, float]]
 
     @property
+    def unstable_seeds(self) -> dict[int, float]:
+        """Return seed -> growth of the gradient norm of the unstable runs."""
+        growths = self.values.get("gradient_growth", {})
+        return {seed: growth for seed, growth in growths.items() if is_unstable(growth)}
+
+    @property
     def unstable(self) -> bool:
-        """Return whether the run of some seed was unstable."""
-        return any(growth > UNSTABLE_GROWTH for growth in self.values.get("gradient_growth", {}).values())
+        return bool(self.unstable_seeds)
 
     @property
     def marked_label(self) -> str:
@@ -82,6 +87,11 @@ class Row:
         if not pairs:
             return math.nan, math.nan
         return statistics.mean(pairs), _deviation(pairs) / math.sqrt(len(pairs))
+
+
+def is_unstable(gradient_growth: float) -> bool:
+    """Return whether a run with this growth of its gradient norm is unstable; False for nan."""
+    return gradient_growth > _UNSTABLE_GROWTH
 
 
 def read_results(runs: Iterable[Run]) -> list[Result]:
@@ -226,16 +236,14 @@ def _main_table(rows: Sequence[Row], base: Row) -> str:
 
 def unstable_note(rows: Sequence[Row]) -> str:
     """Return a sentence about the unstable runs, or an empty text."""
-    growths = {
-        f"{row.label}, seed {seed}": growth
-        for row in rows
-        for seed, growth in row.values.get("gradient_growth", {}).items()
-        if growth > UNSTABLE_GROWTH
-    }
-    if not growths:
-        return ""
-    words = "; ".join(f"{name}: {growth:.3g} times" for name, growth in growths.items())
-    return f" Unstable, since the gradient norm grows from the second to the last quarter of the run: {words}."
+    words = "; ".join(
+        f"{row.label}, seed {seed}: {growth:.3g} times" for row in rows for seed, growth in row.unstable_seeds.items()
+    )
+    return (
+        f" Unstable, since the gradient norm grows from the second to the last quarter of the run: {words}."
+        if words
+        else ""
+    )
 
 
 def _with_deviation(row: Row, metric: str, digits: int, scale: float = 1.0) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from models.config import ModelConfig
-from tests.tools.compare.test_ladder import ladder_results, law
+from tests.tools.compare.test_ladder_report import ladder_results, law
 from tools.compare.ladder_choices import choices, noise_of_run, scores
 from tools.compare.results import Row
 
@@ -123,7 +123,7 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
     glue["majority"] = {"rte": {"accuracy": 0.52}}
     (runs[8].folder / "imdb").mkdir()
     (runs[8].folder / "imdb" / "glue.json").write_text(json.dumps(glue))
-    section = scores("40m-10x", runs, results)
+    section = scores(["40m-10x"], runs, results)
     assert section.rows[0] == ["imdb after fine-tuning, accuracy", "-", "-", "0.850 ± 0.050"]
     assert list(section.header) == ["task", "baseline", "correlation with the loss", "Softmax"]
     row = section.rows[1]
@@ -135,12 +135,12 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
         "two standard errors of the baseline: rte after fine-tuning, accuracy; copa, acc; niah, score." in section.note
     )
     assert f"Seeds with scores: {runs[8].seed}." in section.note
-    assert not scores("5m-10x", runs, []).rows
+    assert not scores(["5m-10x"], runs, []).rows
     for run in runs:
         run.causal = False
-    empty = scores("5m-10x", runs, [])
+    empty = scores(["5m-10x"], runs, [])
     assert empty.title == "Scores after fine-tuning at 5m-10x"
     assert empty.note == "Not measured: `tools.finetune_glue` with a run writes scores to the runs' folders."
     # A diverged run has no place in the correlation.
     results[0] = replace(results[0], final={"loss": math.nan})
-    assert scores("40m-10x", runs, results).rows[1][2] == "-1.00"
+    assert scores(["40m-10x"], runs, results).rows[1][2] == "-1.00"
