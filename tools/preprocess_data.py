@@ -189,7 +189,8 @@ def _parser() -> argparse.ArgumentParser:
         "--source-key",
         default=SOURCE_KEY,
         metavar="KEY",
-        help="key of the source in a record, for the per-source loss (%(default)s, as in the Pile)",
+        help="key of the source in a record, for the per-source loss (%(default)s, as in the Pile); another key is refused if "
+        "no file has it in its first documents",
     )
     add("--min-characters", type=from_zero, default=0, metavar="N", help="skip shorter documents (0)")
     add("--deduplicate", action="store_true", help="skip documents whose text equals an earlier one")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checksum import Checksum
-from .discovery import SourceFile, named_dataset, shown_files
+from .discovery import SourceFile, named_dataset
 
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1000
@@ -83,15 +83,6 @@ def read_blocks(files: Sequence[SourceFile], checksum: Checksum | None = None) -
             yield from _named_blocks(file)
         else:
             yield Block(file, 0, (), file.bytes)
-
-
-def check_source_key(key: str, found: bool, files: Sequence[SourceFile]) -> None:
-    """Raise ValueError for a key, other than the default, that no document has. found: whether a document has it."""
-    if key != SOURCE_KEY and not found:
-        raise ValueError(
-            f"no document has the source key {key!r} (data.source_key, --source-key): {shown_files(files)}. Name a key of the "
-            "records, with dots for inner objects, or leave it out"
-        )
 
 
 def parse_block(block: Block, text_key: str = "text", source_key: str = SOURCE_KEY) -> Parsed:
@@ -203,13 +194,13 @@ def _decompressor(suffix: str) -> Any:
 
 
 def _parquet_blocks(file: SourceFile) -> Iterator[Block]:
-    groups = _open_parquet(file.path).metadata.num_row_groups
+    groups = open_parquet(file.path).metadata.num_row_groups
     for group in range(groups):
         yield Block(file, group, (), file.bytes // groups)
 
 
 def _saved_blocks(file: SourceFile) -> Iterator[Block]:
-    rows = len(_open_saved(file.path))
+    rows = len(open_saved(file.path))
     for first in range(0, rows, BLOCK_ROWS):
         yield Block(file, first, (), file.bytes * min(BLOCK_ROWS, rows - first) // rows)
 
@@ -244,7 +235,8 @@ def _named_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def _open_parquet(path: Path) -> Any:
+def open_parquet(path: Path) -> Any:
+    """Return the opened file. Raises ValueError if it is not a complete parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -255,7 +247,8 @@ def _open_parquet(path: Path) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def _open_saved(path: Path) -> Any:
+def open_saved(path: Path) -> Any:
+    """Return the data set of a folder that `datasets` saved. Raises ValueError if it is not complete."""
     import datasets
 
     try:
@@ -267,7 +260,7 @@ def _open_saved(path: Path) -> Any:
 def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
     import pyarrow
 
-    parquet = _open_parquet(block.file.path)
+    parquet = open_parquet(block.file.path)
     names = parquet.schema_arrow.names
     if text_key not in names:
         raise ValueError(_wrong_key(str(block.file.path), text_key, names))
@@ -283,7 +276,7 @@ def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed)
 
 
 def _parse_saved(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
-    dataset = _open_saved(block.file.path)
+    dataset = open_saved(block.file.path)
     if text_key not in dataset.column_names:
         raise ValueError(_wrong_key(str(block.file.path), text_key, dataset.column_names))
     end = min(block.first + BLOCK_ROWS, len(dataset))

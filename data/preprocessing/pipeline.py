@@ -27,6 +27,7 @@ from ..atomic_io import is_dead, remove_leftovers, write_text
 from ..checksum import Checksum, DamagedDataError, Record, difference
 from ..corpus.discovery import SourceFile
 from ..corpus.readers import Block, read_blocks
+from ..corpus.source_key import check_source_key
 from ..indexed import bin_path, idx_path, token_dtype
 from ..manifest import read_manifest, same_tokenizer
 from ..process_pool import process_pool
@@ -50,11 +51,12 @@ def preprocess(
 ) -> dict[str, dict[str, Any]]:
     """Write ``{output_prefix}_{name}_document.{bin,idx,json}`` and return the manifest of each name.
 
-    Raises ValueError for more than ``max_broken`` lines that do not parse, a missing text key and a corpus without text. The
-    message names file and position. Raises DamagedDataError if an input file changed since an earlier job with these settings,
-    but not its size and time.
+    Raises ValueError for more than ``max_broken`` lines that do not parse, a missing text key, a wrong source key (before
+    anything is written) and a corpus without text. The message names file and position. Raises DamagedDataError if an input
+    file changed since an earlier job with these settings, but not its size and time.
     """
     tokenizer = load_tokenizer(settings.tokenizer_type, settings.tokenizer_path)
+    check_source_key(settings.source_key, settings.keys, files)
     made_from = _made_from(files, settings, tokenizer)
     known = _known_inputs(output_prefix, settings, made_from)
     parts = _parts_folder(output_prefix, made_from, tokenizer)

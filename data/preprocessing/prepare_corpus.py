@@ -22,7 +22,8 @@ import numpy as np
 from ..atomic_io import naming_file_in_errors, read_json, write_json
 from ..cache import built_folder
 from ..corpus.discovery import Corpus, SourceFile, shown_files, source_files
-from ..corpus.readers import SOURCE_KEY, Document, check_source_key, parse_block, read_blocks
+from ..corpus.readers import SOURCE_KEY, Document, parse_block, read_blocks
+from ..corpus.source_key import check_source_key
 from ..corpus.split import TextSample, split_position, text_digest
 from ..indexed import token_dtype
 from ..manifest import describe_tokenizer, tokenizer_entry, write_manifest
@@ -145,10 +146,9 @@ class _CorpusSettings:
 @dataclass
 class _Survey:
     """Result of the first pass: the side of each document in reading order ("train", "validation" or "repeat"), skipped
-    documents by reason, a sample of the training text for the tokenizer, and whether a record names a source."""
+    documents by reason, and a sample of the training text for the tokenizer."""
 
     sides: list[str] = field(default_factory=list)
-    names_sources: bool = False
     positions: list[float] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     sample: TextSample = field(default_factory=lambda: TextSample(TOKENIZER_SAMPLE))
@@ -193,10 +193,10 @@ def _build(settings: _CorpusSettings, folder: Path) -> None:
 
 
 def _survey_documents(settings: _CorpusSettings) -> _Survey:
+    check_source_key(settings.source_key, (settings.text_key,), settings.files)
     survey = _Survey()
     seen: set[bytes] = set()
     for document in _documents(settings, "reading", survey.skipped):
-        survey.names_sources |= document.source is not None
         position = split_position(document)
         survey.positions.append(position)
         digest = text_digest(document.text)
@@ -209,7 +209,6 @@ def _survey_documents(settings: _CorpusSettings) -> _Survey:
         if survey.sides[-1] == "train" and settings.trains_tokenizer:
             survey.sample.add(position, document.text)
     _check_sides(settings, survey)
-    check_source_key(settings.source_key, survey.names_sources, settings.files)
     return survey
 
 

@@ -17,7 +17,6 @@ from ..atomic_io import atomic_write
 from ..checksum import DamagedDataError, Record, difference, read_sealed, record_of, write_sealed
 from ..corpus.discovery import SourceFile, shown_files
 from ..corpus.document_sources import UNKNOWN, SourceTable, read_sources_file, sources_path, write_sources
-from ..corpus.readers import check_source_key
 from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from ..manifest import describe_tokenizer, manifest_path, write_manifest
 from ..tokenizer import Tokenizer, padded_vocab_size
@@ -200,7 +199,6 @@ def join_shards(
         raise ValueError(f"the input holds no text: {shown_files(files)} ({why}). Check the text key (--jsonl-keys)")
     kept = {name for report in every for sources in report["sources"] for name in sources}
     _check_excluded(settings.filters.exclude_sources, skipped, every, kept)
-    check_source_key(settings.source_key, bool((kept | set(settings.filters.exclude_sources)) - {UNKNOWN}), files)
     manifests = {}
     for index, name in enumerate(settings.names()):
         by_file = [sum(report["documents"][index] for report in of_file) for of_file in reports]

@@ -266,11 +266,11 @@ def test_a_saved_data_set(tmp_path, monkeypatch):
     content = arrow.read_bytes()
     assert offsets in content
     arrow.write_bytes(content.replace(offsets, struct.pack("<6i", *range(0, 6 << 28, 1 << 28))))
-    readers._open_saved.cache_clear()
+    readers.open_saved.cache_clear()
     with pytest.raises(ValueError, match=r"saved is damaged in rows 1 to 2: "):
         read(tmp_path / "saved")
     arrow.write_bytes(b"")
-    readers._open_saved.cache_clear()
+    readers.open_saved.cache_clear()
     with pytest.raises(ValueError, match="saved is not a complete saved data set"):
         read(tmp_path / "saved")
 

@@ -290,12 +290,6 @@ def test_sources_and_files_of_the_documents(tmp_path, inline):
     other = write(tmp_path / "c.jsonl", [{"text": "c", "domain": {"name": "web"}}])
     recipe = PreprocessingSettings("bytes", source_key="domain.name")
     assert preprocess(source_files(other), tmp_path / "out", recipe, progress=False)["text"]["sources"] == ["web"]
-    absent = PreprocessingSettings("bytes", source_key="domain.nam")
-    with pytest.raises(
-        ValueError, match=r"no document has the source key 'domain.nam' \(data.source_key, --source-key\): .*c.jsonl"
-    ):
-        preprocess(source_files(other), tmp_path / "absent", absent, progress=False)
-    assert not sorted(tmp_path.glob("absent_*"))
     assert sources_path(tmp_path / "out_text_document").exists()
     preprocess(source_files(other), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
     assert not sources_path(tmp_path / "out_text_document").exists(), "of the files that were there before"

@@ -6,10 +6,13 @@ import sys
 import numpy as np
 import pytest
 
+from data.corpus import readers
 from data.corpus.discovery import SourceFile, source_files
 from data.corpus.readers import read_blocks
+from data.corpus.source_key import check_source_key
 from data.indexed import IndexedTokens
 from data.manifest import read_manifest
+from data.preprocessing import pipeline
 from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.pipeline import preprocess
 from data.tokenizer import load_tokenizer
@@ -181,3 +184,45 @@ def test_files_in_another_encoding_are_counted(tmp_path, inline):
         preprocess(files, tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
     manifest = preprocess(files, tmp_path / "out", PreprocessingSettings("bytes", max_broken=1), progress=False)["text"]
     assert (manifest["documents"], manifest["skipped"]) == (1, {"broken": 1})
+
+
+def test_wrong_source_key_is_refused_before_the_corpus_is_read(tmp_path, inline, monkeypatch):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 400)
+    monkeypatch.setattr(pipeline, "SHARD_BLOCKS", 1)  # finished shards are kept after an error
+    records = [{"text": f"document {n}", "domain": {"name": "web", "page": n}} for n in range(100)]
+    files = source_files([write(tmp_path / "a.jsonl", [{"text": "a"}]), write(tmp_path / "b.jsonl", records)])
+
+    def run(source_key: str, **settings: tuple[str, ...]) -> None:
+        recipe = PreprocessingSettings("bytes", source_key=source_key, **settings)
+        preprocess(files, tmp_path / "out", recipe, progress=False)
+
+    Inline.done.clear()
+    for wrong in ("domain.nam", "domain", "domain.page"):
+        with pytest.raises(
+            ValueError,
+            match=rf"source key '{wrong}' \(data\.source_key, --source-key\): the first documents of .*a\.jsonl and 1 more have "
+            "no text under it; their keys are text, domain.name, domain.page. Name the key of the source",
+        ):
+            run(wrong)
+    assert not Inline.done
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(ValueError, match="line 1: no key 'content'; the keys there are text"):
+        run("domain.nam", keys=("content",))
+    run("domain.name")
+    manifest = read_manifest(tmp_path / "out_text_document")
+    assert manifest is not None
+    assert manifest["sources"] == ["other", "web"]
+
+
+def test_columns_of_a_wrong_source_key_are_named(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    table = pyarrow.Table.from_pylist([{"text": "a", "domain": {"name": "web"}, "url": "u"}])
+    parquet.write_table(table, path)
+    check_source_key("domain.name", ["text"], source_files(path))
+    with pytest.raises(ValueError, match=r"x\.parquet have no text under it; their keys are text, domain\.name, url\."):
+        check_source_key("domain", ["text"], source_files(path))
+    (tmp_path / "x.txt").write_text("a text")
+    with pytest.raises(ValueError, match=r"x\.txt have no text under it; plain text has no keys\."):
+        check_source_key("domain", ["text"], source_files(tmp_path / "x.txt"))
