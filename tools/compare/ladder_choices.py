@@ -32,30 +32,33 @@ class Score(NamedTuple):
     baseline: float | None = None
 
 
-def choices(
-    rung: str,
-    rows: Sequence[Row],
-    runs: Sequence[Run],
-    late: Mapping[str, float],
-    misses: Mapping[str, float],
-    same_size: Collection[str] = (),
-    late_rung: str = "",
-) -> Section:
+class Noise(NamedTuple):
+    """Hold the standard deviation of one run's loss, nan if nothing shows it, and where it comes from."""
+
+    deviation: float
+    source: str
+
+
+class LatePositions(NamedTuple):
+    """Hold model -> loss of one run at the last positions of a text, in nats per token, and the rung of these runs.
+
+    `losses` is empty if nothing was measured.
+    """
+
+    rung: str
+    losses: Mapping[str, float]
+
+
+def choices(rung: str, rows: Sequence[Row], runs: Sequence[Run], noise: Noise, late: LatePositions) -> Section:
     """Return one row per purpose: the best mixer, those as good within the noise, and the next mixer.
 
-    Args:
-        rows: of all rungs.
-        late: model -> loss of one run at the last positions; empty if it was not measured.
-        misses: model -> predicted minus trained loss at the rung.
-        same_size: other rungs of the rung's size.
-        late_rung: rung of `late`; by default `rung`.
+    rows: of all rungs. noise: of a run of the rung's size.
     """
     here = [row for row in rows if row.size == rung and math.isfinite(row.mean("loss"))]
     growing = {run.model for run in runs if _grows(run.config.model)}
     constant = [row for row in here if row.model not in growing]
-    noise, source = noise_of_run(rows, {rung, *same_size}, misses)
     # The seeds of a rung share the noise.
-    error = noise * math.sqrt(2 / min((len(row.values["loss"]) for row in here), default=1))
+    error = noise.deviation * math.sqrt(2 / min((len(row.values["loss"]) for row in here), default=1))
     cells = []
     for purpose, among, metric in (
         ("lowest loss", here, "loss"),
@@ -66,11 +69,11 @@ def choices(
         if len(values) > 1:
             cells.append([purpose, *_best(values, error)])
     labels = {row.model: row.label for row in rows}
-    if len(positions := {labels[model]: loss for model, loss in late.items() if model in labels}) > 1:
-        mixers = {row.model for row in rows if row.size == (late_rung or rung)}
-        where = f" at {late_rung}" if late_rung not in ("", rung) else ""
+    if len(positions := {labels[model]: loss for model, loss in late.losses.items() if model in labels}) > 1:
+        mixers = {row.model for row in rows if row.size == late.rung}
+        where = f" at {late.rung}" if late.rung != rung else ""
         where += "" if len(positions) == len(mixers) else f" ({len(positions)} of {len(mixers)} mixers measured)"
-        cells.append([f"last positions of a text{where}", *_best(positions, noise * math.sqrt(2))])
+        cells.append([f"last positions of a text{where}", *_best(positions, noise.deviation * math.sqrt(2))])
     cells += _by_source(here)
     note = "Loss in nats per token. "
     if not cells:
@@ -81,7 +84,7 @@ def choices(
         note += (
             "As good: within two standard errors of the best. The standard error is that of a difference of validation "
         )
-        note += f"losses, for all purposes. It comes from {source}."
+        note += f"losses, for all purposes. It comes from {noise.source}."
     return Section(f"Which mixer for which purpose, at {rung}", _HEADER, cells, note, text_columns=3)
 
 
@@ -96,25 +99,30 @@ def _grows(model: ModelConfig) -> bool:
     return options.window is None or bool(options.full_layers)
 
 
-def noise_of_run(rows: Sequence[Row], same_size: Collection[str], misses: Mapping[str, float]) -> tuple[float, str]:
-    """Return the standard deviation of one run's loss, and where it comes from; nan if nothing shows it.
+def noise_of_run(rows: Sequence[Row], same_size: Collection[str], misses: Mapping[str, float]) -> Noise:
+    """Return the noise of the loss of one run at a size.
 
     Seeds of the same size come first. Without them two numbers bound it from above, and the smaller one is returned: the noise
     of other sizes, which are smaller and so have more noise, and the scatter of the predictions.
+
+    Args:
+        rows: of all rungs.
+        same_size: the rungs of this size.
+        misses: model -> predicted minus trained loss at one rung of this size.
     """
     of_size, others = _noise_of_seeds([row for row in rows if row.size in same_size]), _noise_of_seeds(rows)
-    if not math.isnan(of_size[0]):
+    if not math.isnan(of_size.deviation):
         return of_size
-    bounds = [(others[0], f"{others[1]}, taken as an upper bound, since noise falls with the size")]
+    bounds = [others._replace(source=f"{others.source}, taken as an upper bound, since noise falls with the size")]
     if len(misses) >= _FEW_RUNS:
-        words = f"the scatter of predicted minus trained loss of {len(misses)} mixers"
-        words += ", an upper bound: it also holds the errors of the predictions"
-        bounds.append((statistics.stdev(misses.values()), words))
-    return min((bound for bound in bounds if not math.isnan(bound[0])), default=others)
+        source = f"the scatter of predicted minus trained loss of {len(misses)} mixers"
+        source += ", an upper bound: it also holds the errors of the predictions"
+        bounds.append(Noise(statistics.stdev(misses.values()), source))
+    return min((bound for bound in bounds if not math.isnan(bound.deviation)), default=others)
 
 
-def _noise_of_seeds(rows: Sequence[Row]) -> tuple[float, str]:
-    """Return the standard deviation of a run's loss, pooled over rungs with several seeds, and their names.
+def _noise_of_seeds(rows: Sequence[Row]) -> Noise:
+    """Return the noise of a run's loss, pooled over the rungs with several seeds.
 
     The means of every model and every seed are subtracted, since the order of samples of a seed is that of all models.
     """
@@ -128,8 +136,8 @@ def _noise_of_seeds(rows: Sequence[Row]) -> tuple[float, str]:
             rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
             squares, freedom = squares + float((rest**2).sum()), freedom + (table.shape[0] - 1) * (table.shape[1] - 1)
             rungs.append(size)
-    words = f"the seeds at {', '.join(rungs)} ({freedom} degrees of freedom)"
-    return (math.sqrt(squares / freedom), words) if freedom else (math.nan, "")
+    source = f"the seeds at {', '.join(rungs)} ({freedom} degrees of freedom)"
+    return Noise(math.sqrt(squares / freedom), source) if freedom else Noise(math.nan, "")
 
 
 def scores(reached: Sequence[str], runs: Sequence[Run], results: Sequence[Result]) -> Section:

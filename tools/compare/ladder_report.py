@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tools.compare.held_out import compressors_of, positions_of, training_tokens_of
-from tools.compare.ladder_choices import choices, scores
+from tools.compare.ladder_choices import LatePositions, choices, noise_of_run, scores
 from tools.compare.ladder_predictions import (
     Predictions,
     fits_of,
@@ -203,9 +203,10 @@ def _largest(
     }
     misses = {model: miss for model, miss in misses.items() if math.isfinite(miss)}
     same_size = [name for name, (other, _) in ladder.rungs().items() if other == size]
-    late_rung, late, by_position = _positions(reached, rows, runs)
+    noise = noise_of_run(steady, same_size, misses)
+    late, by_position = _positions(reached, rows, runs)
     return [
-        choices(rung, steady, runs, late, misses, same_size, late_rung),
+        choices(rung, steady, runs, noise, late),
         Section(f"Loss at {rung}", header, overview, note + unstable_note(here)),
         Section(
             f"Loss by source at {rung}",
@@ -217,12 +218,10 @@ def _largest(
     ]
 
 
-def _positions(
-    reached: Sequence[str], rows: Sequence[Row], runs: Sequence[Run]
-) -> tuple[str, dict[str, float], Section]:
-    """Return the largest rung with measured positions, model -> loss at the last positions, and the table.
+def _positions(reached: Sequence[str], rows: Sequence[Row], runs: Sequence[Run]) -> tuple[LatePositions, Section]:
+    """Return the losses at the last positions and the table of the largest rung with measured positions.
 
-    reached: the rungs with a complete run. Without measured positions the last of them is returned.
+    reached: the rungs with a complete run. Without measured positions both are of the last of them, and empty.
     """
     rung, bins = reached[-1], dict[str, list[dict[str, Any]]]()
     for other in reversed(reached):
@@ -247,7 +246,7 @@ def _positions(
         )
     header = ["position", *(row.marked_label for row in measured)]
     late = {row.model: bins[row.model][-1]["loss"] for row in measured if not row.unstable}
-    return rung, late, Section(f"Loss by position at {rung}", header, table, " ".join(notes))
+    return LatePositions(rung, late), Section(f"Loss by position at {rung}", header, table, " ".join(notes))
 
 
 def _mean(row: Row, metric: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import pytest
 
 from models.config import ModelConfig
 from tests.tools.compare.test_ladder_report import ladder_results, law
-from tools.compare.ladder_choices import choices, noise_of_run, scores
+from tools.compare.ladder_choices import LatePositions, choices, noise_of_run, scores
 from tools.compare.results import Row
+from tools.reporting.runs_page import Section
 
 
 def planned(model: str, *mixers: str, **options: Any) -> Any:
@@ -23,6 +25,11 @@ def planned(model: str, *mixers: str, **options: Any) -> Any:
     more = {"attention": options} if options else {}
     config = ModelConfig(vocab_size=8, num_layers=2, hidden_size=64, num_heads=2, mixers=mixers, mixer_options=more)
     return SimpleNamespace(model=model, config=SimpleNamespace(model=config))
+
+
+def choices_at_m(rows: Sequence[Row], runs: Sequence[Any], **late: float) -> Section:
+    """Return the choices at rung m. late: model -> loss at the last positions of a text."""
+    return choices("m", rows, runs, noise_of_run(rows, {"m"}, {}), LatePositions("m", late))
 
 
 def test_mixers_within_the_noise_share_a_purpose() -> None:
@@ -41,7 +48,7 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
         row("b", "m", 4.20, test=4.6, **{"loss/x": 3.1, "loss/y": 4.9}),
         row("c", "m", 3.99, test=4.7, **{"loss/x": 2.9, "loss/y": 4.8}),
     ]
-    section = choices("m", [*small, *large], runs, {"a": 3.5, "b": 3.4}, {})
+    section = choices_at_m([*small, *large], runs, a=3.5, b=3.4)
     cells = {row[0]: list(row[1:]) for row in section.rows}
     assert cells["lowest loss"] == ["C", "A", "3.9900", "B", "+0.2100 ± 0.0200"]
     # One model without softmax layers is no choice.
@@ -51,10 +58,10 @@ def test_mixers_within_the_noise_share_a_purpose() -> None:
     assert late == ["B", "-", "3.4000", "A", "+0.1000 ± 0.0200"]
     assert cells["lowest loss in most sources"] == ["C", "-", "2 of 2", "-", "-"]
     assert "It comes from the seeds at s (2 degrees of freedom), taken as an upper bound" in section.note
-    alone = choices("m", large, runs, {}, {})
+    alone = choices_at_m(large, runs)
     assert alone.rows[0] == ["lowest loss", "C", "-", "3.9900", "A", "+0.0100"]
     assert "the noise of a difference is unknown" in alone.note
-    assert choices("m", large[:1], runs, {}, {}).note == "A choice needs at least two mixers with a complete run of m."
+    assert choices_at_m(large[:1], runs).note == "A choice needs at least two mixers with a complete run of m."
 
 
 def test_linear_attention_and_a_window_have_a_state_of_constant_size() -> None:
@@ -66,7 +73,7 @@ def test_linear_attention_and_a_window_have_a_state_of_constant_size() -> None:
         planned("mixed", "attention", window=4, full_layers=[1]),
     ]
     rows = [Row(run.model, run.model, "m", 9, 9, {"loss": {1: 4.0 - i}}) for i, run in enumerate(runs)]
-    cells = {row[0]: list(row[1:]) for row in choices("m", rows, runs, {}, {}).rows}
+    cells = {row[0]: list(row[1:]) for row in choices_at_m(rows, runs).rows}
     assert cells["lowest loss"] == ["mixed", "-", "0.0000", "window", "+1.0000"]
     assert cells["lowest loss with a state of constant size"] == ["window", "-", "1.0000", "normalised", "+1.0000"]
 
@@ -75,7 +82,7 @@ def test_last_positions_have_the_noise_of_one_run() -> None:
     """Compare two models with two seeds each. The noise of a run is 0.05, and the last positions are those of one run."""
     losses = {"a": {1: 4.0, 2: 4.1}, "b": {1: 3.0, 2: 3.0}}
     rows = [Row(model, model, "m", 9, 9, {"loss": values}) for model, values in losses.items()]
-    cells = {row[0]: row[-1] for row in choices("m", rows, [], {"a": 3.5, "b": 3.2}, {}).rows}
+    cells = {row[0]: row[-1] for row in choices_at_m(rows, [], a=3.5, b=3.2).rows}
     assert cells == {"lowest loss": "+1.0500 ± 0.0500", "last positions of a text": "+0.3000 ± 0.0707"}
 
 
