@@ -145,7 +145,7 @@ class ModelRun:
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned, in place, because captured graphs hold the addresses."""
-        for name, value in state.get("buffers", {}).items():  # files before 2026-11-27 have none
+        for name, value in state["buffers"].items():
             self._buffers[name].copy_(value)
         for flat, weights, moments in zip(self.flats, state["weights"], state["moments"], strict=True):
             flat.master.copy_(weights)
