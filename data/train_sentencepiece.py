@@ -30,7 +30,7 @@ def train_sentencepiece(
 ) -> None:
     """Train a SentencePiece model and write it to ``path``.
 
-    - The encoding is lossless: no normalisation, all whitespace kept, byte fallback for rare characters.
+    - The encoding is lossless: no normalization, all whitespace kept, byte fallback for rare characters.
     - A space ends a piece ("def ", "return "), so a prompt may end in a space. Runs of spaces are pieces.
     - A piece stays within one script. Without that limit a token holds 14 % more bytes of source code, and a small
       model trained on as many tokens spends 2 % more bits per byte.

@@ -55,7 +55,7 @@ class PatchEmbedding(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return the tokens [batch, tokens, hidden_size] of normalised pixels [batch, 3, image_size, image_size].
+        """Return the tokens [batch, tokens, hidden_size] of normalized pixels [batch, 3, image_size, image_size].
 
         The state is empty. Raises ValueError for images of another size.
         """

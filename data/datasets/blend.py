@@ -57,11 +57,11 @@ class Shares:
         if self.weights is not None:
             if len(self.weights) != len(prefixes):
                 raise ValueError(f"{len(self.weights)} weights for {len(prefixes)} token files: give one for each")
-            sizes = normalised(self.weights)
+            sizes = normalized(self.weights)
         else:
             counts = [selected_counts(*pair) for pair in zip(prefixes, self.limits(prefixes), strict=True)]
-            sizes = normalised([tokens if self.by == "tokens" else documents for documents, tokens in counts])
-        return normalised([size ** (1 / self.temperature) for size in sizes])
+            sizes = normalized([tokens if self.by == "tokens" else documents for documents, tokens in counts])
+        return normalized([size ** (1 / self.temperature) for size in sizes])
 
     def limits(self, prefixes: Sequence[str | Path]) -> tuple[int, ...]:
         """Return `min_tokens` of each file, 0 by default. Raises ValueError unless there is one per file."""
@@ -137,7 +137,7 @@ class BlendedDataset:
         cache_directory: str | Path | None = None,
     ) -> None:
         self.datasets = list(datasets)
-        self.weights = normalised(weights)
+        self.weights = normalized(weights)
         self.sources = list(dict.fromkeys(name for dataset in datasets for name in dataset.sources))
         segments = max(dataset.segments for dataset in datasets)
         for dataset in datasets:
@@ -194,7 +194,7 @@ def running_counts(source: NDArray[np.int16], num_sources: int) -> NDArray[np.in
     return counts
 
 
-def normalised(weights: Sequence[float]) -> list[float]:
+def normalized(weights: Sequence[float]) -> list[float]:
     """Return the weights scaled to sum to 1. Raises ValueError unless all are finite and above 0."""
     for number, weight in enumerate(weights):
         if not weight > 0 or not math.isfinite(weight):

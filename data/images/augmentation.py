@@ -76,7 +76,7 @@ class Augmentation:
         return _pixels(image.crop((left, top, left + self.size, top + self.size)))
 
     def training(self, images: Sequence[Pixels], draws: Draws) -> Tensor:
-        """Return the normalised pixels of training images, float32 [images, 3, size, size].
+        """Return the normalized pixels of training images, float32 [images, 3, size, size].
 
         images: of `read_training`. draws: the same as there, [images, draws].
         """
@@ -85,22 +85,22 @@ class Augmentation:
         flipped = flip[:, 0] < self.flip
         pixels[flipped] = pixels[flipped][..., ::-1]
         rand_augment(pixels, self.randaugment_magnitude, layers)
-        normalised = self._normalised(pixels)
+        normalized = self._normalized(pixels)
         erased = np.flatnonzero(erasing[:, 0] < self.random_erasing)
-        erase(normalised, erased, box_of_erasing[erased])
-        return torch.from_numpy(normalised)
+        erase(normalized, erased, box_of_erasing[erased])
+        return torch.from_numpy(normalized)
 
     def validation(self, images: Sequence[Pixels]) -> Tensor:
-        """Return the normalised pixels of images of `read_validation`, float32 [images, 3, size, size]."""
-        return torch.from_numpy(self._normalised(np.stack(images)))
+        """Return the normalized pixels of images of `read_validation`, float32 [images, 3, size, size]."""
+        return torch.from_numpy(self._normalized(np.stack(images)))
 
     def restored(self, pixels: Tensor) -> Pixels:
-        """Return the picture of normalised pixels [3, size, size] as [size, size, 3]."""
+        """Return the picture of normalized pixels [3, size, size] as [size, size, 3]."""
         mean, std = self._statistics()
         values = (pixels.numpy() * std + mean).transpose(1, 2, 0)
         return np.clip(np.rint(255 * values), 0, 255).astype(np.uint8)
 
-    def _normalised(self, pixels: Pixels) -> NDArray[np.float32]:
+    def _normalized(self, pixels: Pixels) -> NDArray[np.float32]:
         mean, std = self._statistics()
         values = pixels.astype(np.float32)
         values /= 255
@@ -170,7 +170,7 @@ def _crop_box(image: Image.Image, min_area: float, draws: Draws) -> tuple[int, i
 
 
 def erase(pixels: NDArray[np.float32], images: NDArray[np.int64], draws: Draws) -> None:
-    """Set a random rectangle of some of the normalised images [images, 3, size, size] to 0, the mean, in place.
+    """Set a random rectangle of some of the normalized images [images, 3, size, size] to 0, the mean, in place.
 
     draws: [len(images), `_BOX`].
     """

@@ -75,7 +75,7 @@ class ClassificationConfig(Section):
     teacher: Text | None = Field(
         default=None,
         description="Trained classifier whose predictions are further targets (distillation): a run or checkpoint, or a Hugging "
-        "Face folder; same classes, image size and normalisation.",
+        "Face folder; same classes, image size and normalization.",
     )
     teacher_labels: Literal["hard", "soft"] = Field(
         default="hard",

@@ -241,7 +241,7 @@ class MetalionForImageClassification(MetalionPreTrainedModel):
     ) -> ImageClassifierOutput:
         """Return logits [batch, classes] and, with labels [batch] int, the mean loss.
 
-        pixel_values: [batch, 3, image_size, image_size], normalised as by the export's image processor.
+        pixel_values: [batch, 3, image_size, image_size], normalized as by the export's image processor.
         """
         hidden, _, _, states = self._run(pixel_values, None, None, output_hidden_states)
         logits = self.head(hidden)

@@ -128,8 +128,8 @@ def _warps(tile: tuple[int, int]) -> int:
 
 
 @triton.jit
-def _normalised(h, inside, size, eps, CENTRED: tl.constexpr):
-    """Return the normalised rows before weight and bias, 0 outside, and 1 / the standard deviation of each."""
+def _normalized(h, inside, size, eps, CENTRED: tl.constexpr):
+    """Return the normalized rows before weight and bias, 0 outside, and 1 / the standard deviation of each."""
     if CENTRED:
         h = tl.where(inside, h - tl.sum(h, 1)[:, None] / size, 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(h * h, 1) / size + eps)[:, None]
@@ -149,11 +149,11 @@ def _add_norm_forward(
     row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         row += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        # Normalise the sum after rounding, as it is stored.
+        # Normalize the sum after rounding, as it is stored.
         rounded = row.to(h.dtype.element_ty)
         tl.store(h + at, rounded, mask=inside)
         row = rounded.to(tl.float32)
-    out, _ = _normalised(row, inside, size, eps, CENTRED)
+    out, _ = _normalized(row, inside, size, eps, CENTRED)
     if WEIGHT:
         out *= tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
     if BIAS:
@@ -202,7 +202,7 @@ def _add_norm_backward(
             next_dh = tl.load(dh + next_at, mask=inside_next, other=0.0)
         inside = (r < rows)[:, None] & (i < size)[None, :]
         at = r[:, None] * size + i[None, :]
-        normal, inverse = _normalised(row, inside, size, eps, CENTRED)
+        normal, inverse = _normalized(row, inside, size, eps, CENTRED)
         if BIAS:
             of_bias += d
         if WEIGHT:

@@ -288,7 +288,7 @@ def _half_tanh(x):
 
 
 @triton.jit
-def _normalise(x, d, eps, V: tl.constexpr, BV: tl.constexpr):
+def _normalize(x, d, eps, V: tl.constexpr, BV: tl.constexpr):
     """Return (x - mean) / std per row, 0 beyond V, and 1 / std."""
     x = x - (tl.sum(x, 1) / V)[:, None]
     if V != BV:
@@ -309,7 +309,7 @@ def _output(
     if AUGMENT:
         strength = tl.sum(_load(q, r, ck, R, K, BK) * _load(k, r, ck, R, K, BK) * weight, 1)
         x += _half_tanh(strength[:, None] * _load(v, r, cv, R, V, BV))
-    normal, _ = _normalise(x, cv, eps, V, BV)
+    normal, _ = _normalize(x, cv, eps, V, BV)
     return normal * u * sigmoid(u)
 
 
@@ -375,7 +375,7 @@ def _epilogue_backward(
             strength = tl.sum(query * key * weight, 1)
             augmentation = _half_tanh(strength[:, None] * value)
             x += augmentation
-        normal, inverse = _normalise(x, cv, eps, V, BV)
+        normal, inverse = _normalize(x, cv, eps, V, BV)
         s = sigmoid(u)
         d_gate = grad * normal * s * (1.0 + u * (1.0 - s))
         at = (t * STRIDE + h * V)[:, None] + cv[None, :]

@@ -17,7 +17,7 @@ _LARGEST = 16384
 
 
 class Norm(nn.Module):
-    """Normalise the last axis, with statistics in float32 (float64 for float64).
+    """Normalize the last axis, with statistics in float32 (float64 for float64).
 
     LayerNorm: Ba, Kiros and Hinton 2016. RMSNorm: Zhang and Sennrich 2019.
     """
@@ -51,12 +51,12 @@ class Norm(nn.Module):
                 recomputable(y, lambda *inputs: add_norm(*inputs)[1], h, None, *settings)
         else:
             h = x if delta is None else x + delta
-            y = _normalised(h, *settings)
-            recomputable(y, _normalised, h, *settings)
+            y = _normalized(h, *settings)
+            recomputable(y, _normalized, h, *settings)
         return (y, h) if return_sum else y
 
 
-def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
     if centred:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     accumulated = x if x.dtype == torch.float64 else x.float()  # an export of softmax attention has no precision.py

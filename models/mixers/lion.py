@@ -23,7 +23,7 @@ from ..layers.projections import (
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
-from ..operators.lion.feature_map import NORMALISED, feature_map
+from ..operators.lion.feature_map import NORMALIZED, feature_map
 from ..operators.varlen import without_padding
 from ..options import DT_MAX, DT_MIN, ModelShape, check_time_steps, option, require_positive
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
@@ -296,7 +296,7 @@ class Lion(nn.Module):
                 fits_matmul_form=self._per_channel,
             )  # fmt: skip
             return o, {"recurrent": recurrent}
-        weight = 1 if self.options.phi in (*NORMALISED, "none") else self.head_dim
+        weight = 1 if self.options.phi in (*NORMALIZED, "none") else self.head_dim
         num, den, recurrent = linear_attention_with_normalizer(
             q, k, v, log_decay, weight=weight, initial_state=initial_state, cu_seqlens=cu_seqlens,
             fits_matmul_form=self._per_channel,

@@ -1,4 +1,4 @@
-"""Normalised attention (arXiv 2405.15731): linear attention whose normalizer is a function of the token."""
+"""Normalized attention (arXiv 2405.15731): linear attention whose normalizer is a function of the token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INVERSE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class NormalisedAttentionOptions:
-    """Hold the settings of the normalised attention mixer."""
+    """Hold the settings of the normalized attention mixer."""
 
     normaliser: Literal["exp", "softplus", "sigmoid"] = option(
         "exp", "Function eta of a learned projection of the token; outputs are divided by it."

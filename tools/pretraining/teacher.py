@@ -34,7 +34,7 @@ class Teacher:
         class_names: of the run's classes, in their order.
 
     Raises:
-        ValueError: a teacher with other classes, image size or normalisation, with the same classes in another order, or one
+        ValueError: a teacher with other classes, image size or normalization, with the same classes in another order, or one
             that is no image classifier.
         CheckpointError, FileNotFoundError: there is no teacher.
     """

@@ -91,7 +91,7 @@ class Classifier(WithDropout):
 
 
 class BatchNorm(nn.Module):
-    """Normalise each channel over a batch and all its tokens, padding too (Ioffe and Szegedy 2015), as code for Long Range Arena.
+    """Normalize each channel over a batch and all its tokens, padding too (Ioffe and Szegedy 2015), as code for Long Range Arena.
 
     In evaluation `mean` and `variance` are used, moving averages in float32 over the training batches.
     """

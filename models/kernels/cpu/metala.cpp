@@ -58,7 +58,7 @@ static inline void step(const float* S, float* next, const float* alpha, const f
 }
 
 // n, and for the backward pass 1 / sqrt(var + eps) and p = sigmoid(strength v).
-static inline float normalised(const vec* o, const vec* v, float strength, float eps, vec* n, vec* p) {
+static inline float normalized(const vec* o, const vec* v, float strength, float eps, vec* n, vec* p) {
   vec total = {}, square = {};
   for (int j = 0; j < V; j++) {
     p[j] = sigmoid(v[j] * strength);
@@ -97,7 +97,7 @@ extern "C" void forward(const REAL* q, const REAL* a, const REAL* v, const REAL*
         }
         for (int j = 0; j < V; j++) x[j] = load(v + value + j * W);
         step(S, S, alpha, k, qs, x, o);
-        normalised(o, x, sum(dot), eps, n, p);
+        normalized(o, x, sum(dot), eps, n, p);
         for (int j = 0; j < V; j++) {
           const vec g = load(u + value + j * W);
           store(y + value + j * W, g * sigmoid(g) * n[j]);
@@ -147,7 +147,7 @@ extern "C" void backward(const REAL* q, const REAL* a, const REAL* v, const REAL
           vec dot = {}, x[V], n[V], p[V], d[V], mean_d = {}, mean_dn = {}, d_strength = {}, dx[V];
           for (int c = 0; c < K; c++) dot += load(q + key + c * W) * load(w + h * KEYS + c * W) * load(k[i] + c * W);
           for (int j = 0; j < V; j++) x[j] = load(v + value + j * W);
-          const float strength = sum(dot), rate = normalised(o[i], x, strength, eps, n, p);
+          const float strength = sum(dot), rate = normalized(o[i], x, strength, eps, n, p);
           for (int j = 0; j < V; j++) {
             const vec g = load(u + value + j * W), open = sigmoid(g), of_y = load(dy + value + j * W);
             store(du + t * stride + h * VALUES + j * W, of_y * n[j] * open * (1.0f + g * (1.0f - open)));

@@ -22,9 +22,9 @@ PHI = {"silu": 1, "silu_paper": 2}
 _BLOCK = 2048
 
 
-def normalised_silu(x: Tensor, phi: str, dtype: torch.dtype) -> Tensor:
+def normalized_silu(x: Tensor, phi: str, dtype: torch.dtype) -> Tensor:
     """Return the feature map of x [..., head_dim], in the same shape and `dtype`. phi: a key of `PHI`."""
-    return _NormalisedSiLU.apply(x, PHI[phi], dtype)
+    return _NormalizedSiLU.apply(x, PHI[phi], dtype)
 
 
 def feature_maps(q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def feature_map_gradients(dy: Tensor, dz: Tensor, q: Tensor, k: Tensor, phi: int
     return dy, dz
 
 
-class _NormalisedSiLU(torch.autograd.Function):
+class _NormalizedSiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, phi: int, dtype: torch.dtype) -> Tensor:
         x = aligned(x)
@@ -74,7 +74,7 @@ def _launches(
     values = rows, dim, block, tile, phi
     forward, backward = (
         Launch(kernel, (triton.cdiv(rows, tile), tensors), *values, num_warps=4)
-        for kernel in (_normalised_silu_forward, _normalised_silu_backward)
+        for kernel in (_normalized_silu_forward, _normalized_silu_backward)
     )
     return forward, backward
 
@@ -107,7 +107,7 @@ def _silu(x, mask, PHI: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _normalised_silu_forward(
+def _normalized_silu_forward(
     x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
 ):
     """Compute y of x, and by the programs of the second grid row y_2 of x_2."""
@@ -120,7 +120,7 @@ def _normalised_silu_forward(
 
 
 @triton.jit
-def _normalised_silu_backward(
+def _normalized_silu_backward(
     dy, x, dx, dy_2, x_2, dx_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
 ):  # fmt: skip
     if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)

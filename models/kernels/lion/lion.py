@@ -17,7 +17,7 @@ from ..launch import aligned
 from .chunk import CHUNK
 from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_DECAY, Kernel, LionCase, LionInputs, check_addresses
 from .decay_logits import project, project_backward
-from .feature_map import PHI, feature_map_gradients, feature_maps, normalised_silu
+from .feature_map import PHI, feature_map_gradients, feature_maps, normalized_silu
 from .tile import TILE
 
 
@@ -68,7 +68,7 @@ def lion(
     )  # fmt: skip
     # Padded keys are set to 0 after the feature map.
     if phi is not None and not (mask is None and q.dtype == k.dtype == v.dtype):
-        q, k, phi = normalised_silu(q, phi, v.dtype), normalised_silu(k, phi, v.dtype), None
+        q, k, phi = normalized_silu(q, phi, v.dtype), normalized_silu(k, phi, v.dtype), None
     if mask is not None:
         padding = ~mask[:, :, None]
         q, k = q.masked_fill(padding[..., None], 0.0), k.masked_fill(padding[..., None], 0.0)

@@ -33,7 +33,7 @@ from ..varlen import check_cu_seqlens, without_padding
 from .check import LARGEST_HEAD, LARGEST_PER_VALUE_CHANNEL, check_projection, check_shapes
 from .chunk import Segments, chunk_size, chunked, decays, heads_first, recurrent, with_ones_column
 from .context_parallel import from_other_ranks
-from .feature_map import NORMALISED, feature_map
+from .feature_map import NORMALIZED, feature_map
 from .scans import two_scans
 
 # Largest head -> length up to which the tile kernel is the faster one in 16 bits, for any decays (docs/results/kernels.md).
@@ -272,7 +272,7 @@ def _scans(x: _Arguments) -> Tensor:
 def _on_kernels(x: _Arguments, kernel: str) -> Tensor:
     from ...kernels.lion.lion import lion
 
-    if x.phi not in (None, *NORMALISED):
+    if x.phi not in (None, *NORMALIZED):
         x = x.with_features()
     options: dict[str, Any] = {
         "phi": x.phi, "normalized": x.normalized, "mask": x.mask, "cu_seqlens": x.cu_seqlens, "kernel": kernel

@@ -1,4 +1,4 @@
-"""Context parallelism of the bidirectional operator: the contribution of the other ranks' tokens, before normalisation.
+"""Context parallelism of the bidirectional operator: the contribution of the other ranks' tokens, before normalization.
 
 With b the running sum of log decays inside the local shard and B its total, F and G the incoming states from the left and
 from the right (`models.operators.lion.bidirectional_attention`),

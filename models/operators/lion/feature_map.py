@@ -17,7 +17,7 @@ from ...precision import to_accumulation_dtype
 from ...recompute import recomputable
 
 # Feature maps of length one per head, which kernels compute.
-NORMALISED = ("silu", "silu_paper")
+NORMALIZED = ("silu", "silu_paper")
 _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: F.elu(x) + 1,
     "sigmoid": torch.sigmoid,
@@ -29,10 +29,10 @@ _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 def feature_map(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """Map x [..., head_dim], in float32 (float64 for float64). Return the same shape, rounded to `dtype` if it is given."""
     form: Callable[..., Tensor] = _plain
-    if name in NORMALISED and is_supported(x):
-        from ...kernels.lion.feature_map import normalised_silu
+    if name in NORMALIZED and is_supported(x):
+        from ...kernels.lion.feature_map import normalized_silu
 
-        form, dtype = normalised_silu, dtype or torch.float32
+        form, dtype = normalized_silu, dtype or torch.float32
     y = form(x, name, dtype)
     recomputable(y, form, x, name, dtype)
     return y

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.datasets.blend import BlendedDataset, Shares, blend_order, normalised, running_counts, training_dataset
+from data.datasets.blend import BlendedDataset, Shares, blend_order, normalized, running_counts, training_dataset
 from data.datasets.causal import CausalDataset
 from data.datasets.sample_index import epochs_needed
 from data.indexed import IndexedWriter
@@ -27,7 +27,7 @@ def by_weights(*weights: float) -> Shares:
 
 @given(WEIGHTS, st.integers(1, 300))
 def test_the_rule(weights, count):
-    shares = normalised(weights)
+    shares = normalized(weights)
     taken = [0] * len(shares)
     expected = []
     for step in range(count):
@@ -46,7 +46,7 @@ def test_equal_weights_take_turns():
 
 @given(WEIGHTS)
 def test_shares_hold_at_every_point(weights):
-    shares = normalised(weights)
+    shares = normalized(weights)
     source = blend_order(shares, 400)
     for point in (10, 100, 400):
         counts = np.bincount(source[:point], minlength=len(shares))

@@ -169,7 +169,7 @@ def test_threads_read_the_same_samples(images):
             assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_validation_reads_the_normalised_centre(images):
+def test_validation_reads_the_normalized_centre(images):
     sample = ImageDataset(images, Augmentation(8), num_samples=None)[1]
     pixels = torch.tensor(np.array(picture(1, 1))).permute(2, 0, 1) / 255
     expected = (pixels - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor([0.229, 0.224, 0.225])[

@@ -59,7 +59,7 @@ def test_a_seed_is_a_data_set() -> None:
 
 
 def test_the_place_of_a_query_follows_the_power_law() -> None:
-    """One pair: slot s with probability p_s. Two: the second among the rest, renormalised."""
+    """One pair: slot s with probability p_s. Two: the second among the rest, renormalized."""
     examples = mqar(40_000, 16, 1, power=0.3)
     slot = ((examples.labels != UNLABELLED).argmax(1) - 2) // 2
     weights = np.arange(1.0, 8) ** (0.3 - 1)

@@ -71,20 +71,20 @@ def test_arguments_of_both_scans(device: str, bounds: tuple[int, ...] | None, di
 @pytest.mark.parametrize("name", ["silu", "silu_paper"])
 @pytest.mark.parametrize("shape", [(3, 5, 64), (1, 70, 24)])
 def test_feature_map(device: str, name: str, shape: tuple[int, ...]) -> None:
-    from models.kernels.lion.feature_map import normalised_silu
+    from models.kernels.lion.feature_map import normalized_silu
 
     def kernel(x: Tensor) -> tuple[Tensor]:
-        return (normalised_silu(x, name, torch.float32),)
+        return (normalized_silu(x, name, torch.float32),)
 
     compare(lambda x: (feature_map(x, name),), kernel, [2 * random(*shape, seed=8, device=device)], 2e-6)
 
 
 def test_feature_map_of_zero_norm(device: str) -> None:
     """SiLU(x + 1/2) is 0 in all channels."""
-    from models.kernels.lion.feature_map import normalised_silu
+    from models.kernels.lion.feature_map import normalized_silu
 
     x = torch.full((3, 24), -0.5, device=device)
-    assert torch.equal(normalised_silu(x, "silu_paper", torch.float32), torch.zeros_like(x))
+    assert torch.equal(normalized_silu(x, "silu_paper", torch.float32), torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])

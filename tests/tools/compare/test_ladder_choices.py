@@ -68,14 +68,14 @@ def test_linear_attention_and_a_window_have_a_state_of_constant_size() -> None:
     runs = [
         planned("softmax", "attention"),
         planned("linear", "linear_attention"),
-        planned("normalised", "normalised_attention"),
+        planned("normalized", "normalised_attention"),
         planned("window", "attention", window=4),
         planned("mixed", "attention", window=4, full_layers=[1]),
     ]
     rows = [Row(run.model, run.model, "m", 9, 9, {"loss": {1: 4.0 - i}}) for i, run in enumerate(runs)]
     cells = {row[0]: list(row[1:]) for row in choices_at_m(rows, runs).rows}
     assert cells["lowest loss"] == ["mixed", "-", "0.0000", "window", "+1.0000"]
-    assert cells["lowest loss with a state of constant size"] == ["window", "-", "1.0000", "normalised", "+1.0000"]
+    assert cells["lowest loss with a state of constant size"] == ["window", "-", "1.0000", "normalized", "+1.0000"]
 
 
 def test_last_positions_have_the_noise_of_one_run() -> None:

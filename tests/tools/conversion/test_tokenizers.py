@@ -66,7 +66,7 @@ def test_unigram(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_with_a_dummy_prefix(tmp_path: Path) -> None:
-    """Export with the settings of Llama's tokenizer, and with SentencePiece's defaults (normalised, spaces collapsed)."""
+    """Export with the settings of Llama's tokenizer, and with SentencePiece's defaults (normalized, spaces collapsed)."""
     import sentencepiece as spm
 
     for number, settings in enumerate(
