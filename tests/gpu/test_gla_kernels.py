@@ -50,7 +50,7 @@ PACKED = [0, 0, 1, 60, 188, 188, 300, 400, 400]
         ((2, 300, 2, 64, 128), "single", torch.float16),
         ((2, 300, 3, 24, 80), "mild", torch.bfloat16),
         ((2, 300, 3, 16, 32), "single", torch.bfloat16),
-        ((2, 300, 2, 128, 256), "later", torch.bfloat16),
+        ((2, 300, 2, 128, 96), "later", torch.bfloat16),
         ((2, 300, 2, 128, 128), "strong", torch.bfloat16),
         ((2, 300, 2, 128, 128), "mild", torch.float16),
         # Heads of at most 16 channels, as in Long Range Arena.

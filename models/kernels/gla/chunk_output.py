@@ -46,8 +46,8 @@ def chunk_output_forward_kernel(
 ):  # fmt: skip
     exact: tl.constexpr = q.dtype.element_ty == tl.float32
     rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
-    n, bv, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, ck, cv = tl.arange(0, C), tl.arange(0, BK), bv * BV + tl.arange(0, BV)
+    n, bh = tl.program_id(0), tl.program_id(1)
+    row, ck, cv = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     start, end = chunk_of(table, n, T, C, PACKED)
     if start == end:
         return
@@ -72,8 +72,7 @@ def chunk_output_forward_kernel(
     out = tl.dot(from_start, state, input_precision=PRECISION)
     out = tl.dot(a, value, out, input_precision=PRECISION) * scale
     store(place(o, bh, T, H, V), out, t, cv, end, H, V, BV, EVEN)
-    if bv == 0:
-        tl.store(needs_exact + bh * N + n, 1 - fits)
+    tl.store(needs_exact + bh * N + n, 1 - fits)
 
 
 @triton.jit
@@ -94,7 +93,7 @@ def chunk_output_backward_kernel(
     if start == end:
         return
     t = start + row
-    # Loads come first, as in the forward kernel. The first block of values is loaded once; most heads have no second one.
+    # Loads come first, as in the forward kernel.
     decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
     triangle_tile = load_triangle(triangle, C)
     value = load(v, t, cv, end, H, V, BV, EVEN).to(rounded)
@@ -129,20 +128,6 @@ def chunk_output_backward_kernel(
     store_strided(dv, d_value, t + zero, cv, end, STRIDE_V, V, EVEN)
     d_key = tl.dot(value, tl.trans(d_state), input_precision=PRECISION)
     da_chunk = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
-    for block in tl.static_range(BV, V, BV):
-        d = block + cv
-        other = load(v, t, d, end, H, V, BV, EVEN).to(rounded)
-        other_grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
-        other_state = _load_state(d_states, bh * N + n, ck, d, K, V, EVEN)
-        passing += tl.sum(
-            _load_state(states, bh * N + n, ck, d, K, V, EVEN).to(tl.float32) * other_state.to(tl.float32), 1
-        )
-        d_value = _begun(dv, t, d, end, LAYER, C, BV, STRIDE_V, V, EVEN)
-        d_value = tl.dot(reach, other_state, d_value, input_precision=PRECISION)
-        d_value = tl.dot(a, other_grad, d_value, input_precision=PRECISION)
-        store_strided(dv, d_value, t, d, end, STRIDE_V, V, EVEN)
-        d_key = tl.dot(other, tl.trans(other_state), d_key, input_precision=PRECISION)
-        da_chunk = tl.dot(other, tl.trans(other_grad), da_chunk, input_precision=PRECISION)
     d_key *= to_end
     d_total = tl.exp2(total) * passing + tl.sum(key.to(tl.float32) * d_key, 0)
     d_key = tl.dot(tl.where(upper, da_chunk, 0.0).to(rounded), query, d_key, input_precision=PRECISION)
@@ -157,13 +142,6 @@ def chunk_output_backward_kernel(
 
     d_query = tl.dot(grad, tl.trans(state), input_precision=PRECISION)
     da_chunk = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
-    for block in tl.static_range(BV, V, BV):
-        d = block + cv
-        other = load(v, t, d, end, H, V, BV, EVEN).to(rounded)
-        other_grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
-        other_state = _load_state(states, bh * N + n, ck, d, K, V, EVEN)
-        d_query = tl.dot(other_grad, tl.trans(other_state), d_query, input_precision=PRECISION)
-        da_chunk = tl.dot(other_grad, tl.trans(other), da_chunk, input_precision=PRECISION)
     d_query *= tl.exp2(near_q)[None, :]
     d_query = tl.dot(tl.where(lower, da_chunk, 0.0).to(rounded), key, d_query, input_precision=PRECISION)
     d_decay += query.to(tl.float32) * d_query

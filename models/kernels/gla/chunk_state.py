@@ -19,12 +19,10 @@ def chunk_states_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan one split. If sequences are CUT, every split starts from a zero state."""
-    blocks_v: tl.constexpr = (V + BV - 1) // BV
     exact: tl.constexpr = x.dtype.element_ty == tl.float32
     rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
-    bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
-    split, bh = tl.program_id(1), tl.program_id(2)
-    ck, cv, row = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV), tl.arange(0, C)
+    bk, split, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    ck, cv, row = bk * BK + tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     inside = (ck < K)[:, None] & (cv < V)[None, :]
     x, y, g = place(x, bh, T, H, K), place(y, bh, T, H, V), place(g, bh, T, H, K)
     begin, count = _split_bounds(table, split, N, S, PACKED)
@@ -69,11 +67,10 @@ def chunk_states_kernel(
         value = load(y, t, cv, end, H, V, BV, EVEN).to(rounded)
         state = tl.dot(weighted, value, state * tl.exp2(total)[:, None], input_precision=PRECISION)
         if CUT:
-            # Only the first block of values stores. The stores of the others are masked: a branch would end the pipeline.
-            place_of, local = between + (bh * N + n) * ((1 + PACKED) * K) + ck, (ck < K) & (bv == 0)
-            tl.store(place_of, through, mask=local)
+            place_of = between + (bh * N + n) * ((1 + PACKED) * K) + ck
+            tl.store(place_of, through, mask=ck < K)
             if PACKED:
-                tl.store(place_of + K, through + total, mask=local)
+                tl.store(place_of + K, through + total, mask=ck < K)
             through += total
         if PACKED and LEAVE:
             tl.store(state_at(leave, at, ck, cv, V, K), state, mask=inside & (leaves != 0))
@@ -82,8 +79,7 @@ def chunk_states_kernel(
         tl.store(state_at(leave, bh, ck, cv, V, K), state, mask=inside & at_end)
     if CUT:
         tl.store(state_at(ends, bh * S + split, ck, cv, V, K), state, mask=inside)
-        if bv == 0:
-            tl.store(decays + (bh * S + split) * K + ck, through, mask=ck < K)
+        tl.store(decays + (bh * S + split) * K + ck, through, mask=ck < K)
 
 
 @triton.jit
@@ -104,10 +100,9 @@ def merge_splits_kernel(
     LEAVE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Add the incoming state of a split to the states of some of its chunks."""
-    blocks_v: tl.constexpr = (V + BV - 1) // BV
-    bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
-    split, group, bh = tl.program_id(1) % S, tl.program_id(1) // S, tl.program_id(2)
-    ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
+    bk, bh = tl.program_id(0), tl.program_id(2)
+    split, group = tl.program_id(1) % S, tl.program_id(1) // S
+    ck, cv = bk * BK + tl.arange(0, BK), tl.arange(0, BV)
     inside = (ck < K)[:, None] & (cv < V)[None, :]
     begin, count = _split_bounds(table, split, N, S, PACKED)
     preceding = S - 1 - split if BACKWARD else split

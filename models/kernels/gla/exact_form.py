@@ -104,12 +104,10 @@ def _forward_of(
     for block in range(1, C // SUB):
         near_q, near_k, _growth, _shrink = _across_blocks(query, key, until, decay, row, block, SUB)
         a += tl.dot(near_q.to(rounded), tl.trans(near_k.to(rounded)), input_precision=PRECISION)
-    for block in range(0, V, BV):
-        d = block + cv
-        value = load(v, t, d, end, H, V, BV, False).to(rounded)
-        out = load(o, t, d, end, H, V, BV, False).to(tl.float32)
-        out = tl.dot(a.to(rounded), value, out, input_precision=PRECISION)
-        store(o, out, t, d, end, H, V, BV, False)
+    value = load(v, t, cv, end, H, V, BV, False).to(rounded)
+    out = load(o, t, cv, end, H, V, BV, False).to(tl.float32)
+    out = tl.dot(a.to(rounded), value, out, input_precision=PRECISION)
+    store(o, out, t, cv, end, H, V, BV, False)
 
 
 @triton.jit
@@ -144,11 +142,9 @@ def _backward_of(
     dv, dg = place_strided(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
     start, end = chunk_of(table, n, T, C, PACKED)
     t = start + row
-    da = tl.zeros([C, C], tl.float32)
-    for block in range(0, V, BV):
-        grad = load(do, t, block + cv, end, H, V, BV, False).to(rounded)
-        value = load(v, t, block + cv, end, H, V, BV, False).to(rounded)
-        da = tl.dot(grad, tl.trans(value), da, input_precision=PRECISION)
+    grad = load(do, t, cv, end, H, V, BV, False).to(rounded)
+    value = load(v, t, cv, end, H, V, BV, False).to(rounded)
+    da = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
     query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
     key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
     raw = load(g, t, ck, end, H, K, BK, False)
@@ -199,12 +195,10 @@ def _backward_of(
         d_across = tl.trans(tl.dot(tl.trans(near_q), da_across, input_precision=PRECISION))
         d_decay -= near_k.to(tl.float32) * d_across
         d_key += d_across * shrink
-    for block in range(0, V, BV):
-        d = block + cv
-        grad = load(do, t, d, end, H, V, BV, False).to(rounded)
-        d_value = tl.trans(tl.dot(tl.trans(grad), a.to(rounded), input_precision=PRECISION))
-        d_value += load_strided(dv, t, d, end, STRIDE_V, V, False).to(tl.float32)
-        store_strided(dv, d_value, t, d, end, STRIDE_V, V, False)
+    grad = load(do, t, cv, end, H, V, BV, False).to(rounded)
+    d_value = tl.trans(tl.dot(tl.trans(grad), a.to(rounded), input_precision=PRECISION))
+    d_value += load_strided(dv, t, cv, end, STRIDE_V, V, False).to(tl.float32)
+    store_strided(dv, d_value, t, cv, end, STRIDE_V, V, False)
     d_decay = tl.cumsum(d_decay, 0, reverse=True)
     d_decay += load(dg, t, ck, end, H, K, BK, False)
     d_decay = tl.where(raw < -80.0, 0.0, d_decay)

@@ -34,7 +34,7 @@ _GROUP, _SUB = 8, 16
 # its shared memory, with head_dim_k 128 and head_dim_v 16. compute-sanitizer reports no other shape, and none in 16 bits.
 # float32 uses the plain form. Triton's interpreter runs the kernels in float32.
 _DTYPES = (torch.float16, torch.bfloat16)
-LARGEST_KEY, LARGEST_VALUE = 128, 256
+LARGEST_HEAD = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class GLACase:
     @property
     def block_v(self) -> int:
         """Return the channels of a tile of values."""
-        return min(128, max(self._narrowest, triton.next_power_of_2(self.dim_v)))
+        return max(self._narrowest, triton.next_power_of_2(self.dim_v))
 
     @property
     def _narrowest(self) -> int:
@@ -149,10 +149,9 @@ def case_of(
     """Return the case of these arguments. Raises ValueError as `gla`."""
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
-    if dim_k > LARGEST_KEY or dim_v > LARGEST_VALUE:
+    if max(dim_k, dim_v) > LARGEST_HEAD:
         raise ValueError(
-            f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels support at most {LARGEST_KEY} and {LARGEST_VALUE}; use "
-            "form='chunked'"
+            f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels support at most {LARGEST_HEAD}; use form='chunked'"
         )
     supported = _DTYPES if v.is_cuda else (*_DTYPES, torch.float32)
     if v.dtype not in supported or q.dtype != v.dtype or k.dtype != v.dtype:
@@ -311,29 +310,23 @@ def scan(
 @lru_cache(4096)
 def splits_of(case: GLACase) -> int:
     """Return the splits per sequence. A second pass is worth its time from four on; 256 programs were fastest on an H200."""
-    block_k, block_v, _, _ = scan_config(case)
-    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
-    splits = min(256 // (case.rows * blocks), case.chunks // 8)
+    block_k, _, _ = scan_config(case)
+    splits = min(256 // (case.rows * triton.cdiv(case.dim_k, block_k)), case.chunks // 8)
     return splits if splits >= 4 else 1
 
 
-def scan_config(case: GLACase) -> tuple[int, int, int, int]:
-    """Return block of keys, block of values, warps and pipeline stages."""
-    return (
-        min(case.block_k, 64),
-        min(case.block_v, 128),
-        2 if case.narrow else 4,
-        3 if case.dtype != torch.float32 else 1,
-    )
+def scan_config(case: GLACase) -> tuple[int, int, int]:
+    """Return block of keys, warps and pipeline stages."""
+    return min(case.block_k, 64), 2 if case.narrow else 4, 3 if case.dtype != torch.float32 else 1
 
 
 @lru_cache(4096)
 def _state_launches(case: GLACase, backward: bool, edge: bool, leave: bool) -> tuple[Launch, Launch]:
     """Return the launches of the scan and of the merge of splits."""
     splits = splits_of(case)
-    block_k, block_v, warps, stages = scan_config(case)
-    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
-    sizes = case.chunks, splits, case.dim_k, case.dim_v, block_k, block_v
+    block_k, warps, stages = scan_config(case)
+    blocks = triton.cdiv(case.dim_k, block_k)
+    sizes = case.chunks, splits, case.dim_k, case.dim_v, block_k, case.block_v
     scanned = Launch(
         chunk_states_kernel, (blocks, splits, case.rows),
         case.length, case.heads, case.scale if backward else 1.0, *sizes, CHUNK, backward, splits > 1, edge, leave,
@@ -353,7 +346,7 @@ def chunk_launches(case: GLACase) -> tuple[Launch, Launch]:
     sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
     options = {"num_warps": 2 if case.narrow else 4 if case.block_k <= 64 else 8, "num_stages": 1}
     forward = Launch(
-        chunk_output_forward_kernel, (case.chunks, -(-case.dim_v // case.block_v), case.rows),
+        chunk_output_forward_kernel, (case.chunks, case.rows),
         *sizes, CHUNK, MATMUL_LIMIT, *case.flags, **options,
     )  # fmt: skip
     backward = Launch(

@@ -36,7 +36,7 @@ def gates(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
     [
         ((2, 128, 2, 16, 16), "mild", None, True),
         ((1, 70, 2, 24, 40), "mild", None, False),
-        ((1, 65, 1, 5, 150), "later", None, True),
+        ((1, 65, 1, 5, 100), "later", None, True),
         ((1, 130, 2, 16, 16), "strong", None, False),
         ((1, 130, 1, 16, 16), "open", None, False),
         ((1, 200, 2, 16, 16), "later", [0, 0, 1, 60, 188, 188, 200, 200], True),
