@@ -35,15 +35,15 @@ def prepare(run: Run, device: torch.device) -> tuple[DeviceExamples, ...]:
 
 def check_data(run: Run) -> None:
     """Generate one example per set. Raises ValueError for an invalid number of examples or generator argument."""
+    section = f"settings.{run.task}.data" if run.suite == "lra" else "data"
     counts = ["train_examples", "test_examples", *(["validation_examples"] if run.classifies else [])]
     for key in [*counts, "vocabulary"]:
         value = run.data.get(key)
         if not isinstance(value, int | float) or value < 1 or not float(value).is_integer():
-            raise ValueError(f"data.{key} = {json.dumps(value)}: whole number >= 1 is allowed")
+            raise ValueError(f"{section}.{key} = {json.dumps(value)}: whole number >= 1 is allowed")
     try:
         generate(replace(run, data={**run.data, **dict.fromkeys(counts, 1)}))
     except (TypeError, ValueError) as error:
-        section = f"settings.{run.task}.data" if run.suite == "lra" else "data"
         raise ValueError(f"tasks: {run.task}: {error}; `{section}` holds the arguments of the task") from None
 
 
@@ -69,12 +69,10 @@ def generate(run: Run) -> tuple[Examples, ...]:
     if run.suite == "mqar":
         train, test = (mqar(n, run.length, seed=[run.seed, i], **data) for i, n in enumerate(counts))
         return train, test
-    task = run.task.partition("/")[0]
-    if task == "memorization":
+    if run.base_task == "memorization":
         data["table_seed"] = run.seed
-    train, test = (
-        TASKS[task](n, length=run.length, training=not i, seed=[run.seed, i], **data) for i, n in enumerate(counts)
-    )
+    make = TASKS[run.base_task]
+    train, test = (make(n, length=run.length, training=not i, seed=[run.seed, i], **data) for i, n in enumerate(counts))
     return train, test
 
 

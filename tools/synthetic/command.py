@@ -69,7 +69,7 @@ def synthetic_command(words: Sequence[str]) -> int:
     from .results import Results
 
     experiment = load_experiment(options.suite, options.override, options.config)
-    precision, devices = _machine(experiment)
+    precision, devices = _precision_and_devices(experiment)
     results = Results(experiment.output / "results.jsonl")
     if options.report and experiment.precision == "auto" and results.lines:
         # The tables may be made on a machine without the GPUs that trained.
@@ -115,7 +115,7 @@ def _train(
     # A command that was killed after it wrote a result may have left the run's checkpoint.
     for sweep in grouped:
         pending = results.pending(sweep)
-        remove_checkpoints(results.path.parent / "unfinished", [run for run in sweep if run not in pending])
+        remove_checkpoints(results.unfinished, [run for run in sweep if run not in pending])
     groups = groups_of(grouped, results, _group_size(experiment, devices), len(devices))
     total = sum(group.steps for group in groups)
     done = sum(len(results.of(sweep)) for sweep in grouped)
@@ -154,7 +154,7 @@ def _check(experiment: Experiment, grouped: Sweeps, devices: list[str]) -> int:
 
     chosen: dict[tuple[str, str], list[Run]] = {}
     for sweep in grouped:
-        kind = sweep[0].task.partition("/")[0] if experiment.suite in ("mad", "lra") else ""
+        kind = sweep[0].base_task if experiment.suite in ("mad", "lra") else ""
         chosen.setdefault((kind, sweep[0].model), sweep)
     group_size = _group_size(experiment, devices)
     header = ["task", "model", "width", "runs", "one by one ms", "together ms", "seconds to prepare", "GiB", "loss"]
@@ -218,8 +218,8 @@ def _group_size(experiment: Experiment, devices: list[str]) -> int | None:
     return experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
 
 
-def _machine(experiment: Experiment) -> tuple[str, list[str]]:
-    """Return the precision and one device name per process."""
+def _precision_and_devices(experiment: Experiment) -> tuple[str, list[str]]:
+    """Return "bf16" or "fp32", in which the models compute, and one device name per process."""
     import torch
 
     names = list(experiment.devices) if experiment.devices != "auto" else []

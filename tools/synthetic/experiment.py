@@ -195,6 +195,11 @@ class Run:
         """Return whether the task classifies whole sequences."""
         return self.suite == "lra"
 
+    @property
+    def base_task(self) -> str:
+        """Return the task without its setting in MAD: `compression` of `compression/vocabulary=32`."""
+        return self.task.partition("/")[0]
+
     @cached_property
     def id(self) -> str:
         """Return 12 hexadecimal digits that identify the settings."""
@@ -338,7 +343,7 @@ def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict
         check_task(name)
         data = dict(experiment.data)
         if "length" not in data:
-            raise ValueError(f"settings.{name}.data.length is missing: the tokens per example are required")
+            raise ValueError(f"settings.{name}.data.length is missing: set it to the tokens per example")
         return [(name, int(data.pop("length")), data)]
     base, _, setting = name.partition("/")
     if base not in experiment.mad:

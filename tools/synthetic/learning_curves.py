@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .experiment import Experiment, Run
-from .report import best_line, best_widths, cells_of, model_label
+from .report import best_line, best_widths, cells_of, model_label, task_title
 from .results import Results
 
 # Model name -> a run, and the accuracy history of the best run of each sweep.
@@ -37,10 +37,7 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
             for axes, task in zip(row, tasks, strict=True):
                 for model, (run, histories) in panels_data.get((width, task), {}).items():
                     _draw_model(axes, histories, run, models.index(model), model_label(model))
-                length, _, pairs = task.partition("x")
-                title = f"length {length}, {pairs} pairs" if experiment.suite == "mqar" else experiment.title
-                title = task.replace("_", " ") if lra else title
-                axes.set(title=title + (f", d = {width}" if len(widths) > 1 else ""))
+                axes.set(title=task_title(experiment, task) + (f", d = {width}" if len(widths) > 1 else ""))
         split = "validation" if experiment.classifies else "test"
         figure.supylabel(f"{split} accuracy, percent", fontsize="medium")
         for axes in panels[-1]:
@@ -52,12 +49,13 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         figure.legend(handles.values(), handles.keys(), loc="outside right upper", handlelength=3)
 
 
-def _draw_model(axes: Any, runs: list[list[float]], run: Run, number: int, label: str) -> None:
+def _draw_model(axes: Any, histories: list[list[float]], run: Run, number: int, label: str) -> None:
+    """Draw the mean and range of accuracy histories, one per seed. run: of one of them. number: of the line's style."""
     from tools.reporting.style import series_style
 
     # Extend a run that stopped at its target by its last value, so that the last point equals the table's value.
-    longest = max(map(len, runs))
-    values = 100 * np.array([[*run, *[run[-1]] * (longest - len(run))] for run in runs])
+    longest = max(map(len, histories))
+    values = 100 * np.array([[*history, *[history[-1]] * (longest - len(history))] for history in histories])
     # The last epoch is evaluated even if evaluate_every does not divide it.
     epochs = np.minimum(run.evaluate_every * np.arange(1, longest + 1), run.epochs)
     # Epochs of Long Range Arena's models have different lengths.

@@ -158,7 +158,7 @@ class Network(WithDropout):
             if isinstance(module, Attention):
                 module.dot_product = self._attend
         self.decoder: nn.Module | None = None
-        if run.task.partition("/")[0] == "compression":
+        if run.base_task == "compression":
             spec = LayerSpec("decoder", partial(Decoder, config, run.length))
             self.decoder = build_layer(spec, config.num_layers + 2, run.seed)
         first = run.network.get("first_weights", "model")

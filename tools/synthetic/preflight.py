@@ -16,7 +16,7 @@ from tools.cli.devices import use_device
 from .batches import batch_size, prepare
 from .experiment import Run
 from .training import SideBySide
-from .workers import prepare_kernels
+from .workers import error_line, prepare_kernels
 
 STEPS = 20
 # Relative. Some kernels sum in a varying order; after 20 steps from equal weights the losses differ by less than this.
@@ -68,13 +68,8 @@ def _row(sweep: Sequence[Run], graph: bool) -> dict[str, Any]:
 
 
 def _failed(sweep: Sequence[Run], error: BaseException) -> dict[str, Any]:
-    first, text = sweep[0], (str(error).strip() or "no message").splitlines()[0]
-    return {
-        "task": first.task,
-        "model": first.model,
-        "width": first.width,
-        "problem": f"{type(error).__name__}: {text}",
-    }
+    first = sweep[0]
+    return {"task": first.task, "model": first.model, "width": first.width, "problem": error_line(error)}
 
 
 def check_sweep(runs: Sequence[Run], device: torch.device, *, graph: bool = True) -> dict[str, Any]:

@@ -73,6 +73,14 @@ def model_label(model: str) -> str:
     return ", ".join(filter(None, (_LABELS.get(name), rest)))
 
 
+def task_title(experiment: Experiment, task: str) -> str:
+    """Return a task in words: "length 256, 16 pairs" for 256x16 of MQAR, "path x" for path_x."""
+    if experiment.suite == "mqar":
+        length, _, pairs = task.partition("x")
+        return f"length {length}, {pairs} pairs"
+    return task.replace("_", " ")
+
+
 def scores(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
     """Return the cells of the suite's table and figure, with averages in MAD and LRA; empty without a finished run."""
     cells = cells_of(sweeps, results)
@@ -117,14 +125,14 @@ def mad_scores(experiment: Experiment, cells: Cells, sweeps: Sequence[Sequence[R
     settings: dict[tuple[str, str, int], set[str]] = {}
     for sweep in sweeps:
         first = sweep[0]
-        settings.setdefault((first.task.partition("/")[0], first.model, first.width), set()).add(first.task)
-    scores: Cells = {}
+        settings.setdefault((first.base_task, first.model, first.width), set()).add(first.task)
+    means: Cells = {}
     for (task, model, width), expected in settings.items():
         present = [cells[name, model, width] for name in expected if (name, model, width) in cells]
         if present:
             complete = len(present) == len(expected) and all(cell.complete for cell in present)
-            scores[task, model, width] = Cell(statistics.mean(cell.accuracy for cell in present), None, None, complete)
-    return {**scores, **_averages(scores, list(experiment.mad))}
+            means[task, model, width] = Cell(statistics.mean(cell.accuracy for cell in present), None, None, complete)
+    return {**means, **_averages(means, list(experiment.mad))}
 
 
 def lra_scores(experiment: Experiment, cells: Cells) -> Cells:
@@ -132,8 +140,8 @@ def lra_scores(experiment: Experiment, cells: Cells) -> Cells:
 
     "average" is the mean of a model that has all tasks of the experiment.
     """
-    scores = {(task, model, 0): cells[task, model, width] for (task, model), width in best_widths(cells).items()}
-    return {**scores, **_averages(scores, experiment.tasks)}
+    best = {(task, model, 0): cells[task, model, width] for (task, model), width in best_widths(cells).items()}
+    return {**best, **_averages(best, experiment.tasks)}
 
 
 def best_widths(cells: Cells) -> dict[tuple[str, str], int]:
@@ -146,11 +154,11 @@ def best_widths(cells: Cells) -> dict[tuple[str, str], int]:
     return widths
 
 
-def _averages(scores: Cells, tasks: Sequence[str]) -> Cells:
+def _averages(cells: Cells, tasks: Sequence[str]) -> Cells:
     """Return the mean over the tasks of each model and width that has all of several tasks, as the task "average"."""
     averages: Cells = {}
-    for model, width in dict.fromkeys((model, width) for _, model, width in scores):
-        present = [scores[task, model, width] for task in tasks if (task, model, width) in scores]
+    for model, width in dict.fromkeys((model, width) for _, model, width in cells):
+        present = [cells[task, model, width] for task in tasks if (task, model, width) in cells]
         if len(present) == len(tasks) > 1:
             mean = statistics.mean(cell.accuracy for cell in present)
             averages["average", model, width] = Cell(mean, None, None, all(cell.complete for cell in present))
@@ -164,8 +172,8 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
         for task in dict.fromkeys(task for task, _, _ in cells):
             of_task = {(model, width): cell for (name, model, width), cell in cells.items() if name == task}
             columns = sorted({width for _, width in of_task})
-            length, _, pairs = task.partition("x")
-            parts.append(f"Length {length}, {pairs} pairs: test accuracy in percent, best learning rate in brackets.")
+            title = task_title(experiment, task).capitalize()
+            parts.append(f"{title}: test accuracy in percent, best learning rate in brackets.")
             parts.append(
                 markdown_table(
                     ["model", *(f"d = {w}" for w in columns)], _mqar_rows(experiment, task, of_task, columns)
@@ -180,7 +188,7 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
             for model, width in dict.fromkeys((model, width) for _, model, width in cells)
         ]
         rows += _paper_rows(experiment, tasks)
-        parts.append(markdown_table(["model", *(task.replace("_", " ") for task in tasks)], rows))
+        parts.append(markdown_table(["model", *(task_title(experiment, task) for task in tasks)], rows))
     if any(not cell.complete for cell in cells.values()):
         parts.append("\\* Some runs of the sweep are not finished.")
     if experiment.paper.source:
@@ -218,9 +226,8 @@ def _draw_lines(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> 
             if row.task == task and row.width in widths:
                 axes.plot(row.width, row.accuracy, "x", color=GRAY, ms=6, zorder=5)
                 axes.annotate(row.model, (row.width, row.accuracy), (4, 4), textcoords="offset points", fontsize=6)
-        length, _, pairs = task.partition("x")
         log_axes(axes, "x", widths)
-        axes.set(title=f"length {length}, {pairs} pairs", xlabel="width d")
+        axes.set(title=task_title(experiment, task), xlabel="width d")
         low, high = axes.get_ylim()
         axes.set_ylim(min(-3, low), max(104, high))
     panels[0].set_ylabel("test accuracy, percent")
@@ -234,16 +241,17 @@ def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> N
     tasks = _columns(experiment, cells)
     series: dict[str, dict[str, tuple[float, float | None]]] = {}
     for (task, model, width), cell in cells.items():
-        series.setdefault(_labelled(cells, model, width), {})[task.replace("_", " ")] = cell.accuracy, cell.deviation
+        of_label = series.setdefault(_labelled(cells, model, width), {})
+        of_label[task_title(experiment, task)] = cell.accuracy, cell.deviation
     published = [row for row in experiment.paper.rows if row.task in tasks]
     if experiment.suite == "lra":
         # Its paper has more models than a figure can show.
         shown = {"Transformer", *(model_label(model).partition(",")[0] for _, model, _ in cells)}
         published = [row for row in published if row.model.partition(" ")[0] in shown]
     for row in published:
-        series.setdefault(row.model, {})[row.task.replace("_", " ")] = row.accuracy, None
+        series.setdefault(row.model, {})[task_title(experiment, row.task)] = row.accuracy, None
     (axes,) = panels
-    labels = [task.replace("_", " ") for task in tasks]
+    labels = [task_title(experiment, task) for task in tasks]
     grouped_bars(axes, labels, list(series.items()), faint=[row.model for row in published])
     axes.set(title=f"{experiment.title}: {_CAPTIONS[experiment.suite]}", ylabel="test accuracy, percent", ylim=(0, 104))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

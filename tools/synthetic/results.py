@@ -28,6 +28,11 @@ class Results:
         if path.is_file():
             self._read()
 
+    @property
+    def unfinished(self) -> Path:
+        """Return the folder of the checkpoints of unfinished runs."""
+        return self.path.parent / "unfinished"
+
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Lock the file for this process and read lines added since. Raises ValueError if another process holds the lock."""

@@ -56,14 +56,15 @@ def train_together(
     prepared = time.perf_counter()
     history: list[list[Evaluation]] = [[] for _ in runs]
     losses: list[float] = []
-    first_epoch, epoch, stopped, earlier_seconds = 0, 0, "", 0.0
+    epochs_done, epoch, earlier_seconds = 0, 0, 0.0
+    stopped: str | None = None
     store = CheckpointStore(checkpoint_folder, runs)
     if saved := store.load():
-        first_epoch, history, earlier_seconds = saved.epoch, saved.history, saved.seconds
+        epochs_done, history, earlier_seconds = saved.epoch, saved.history, saved.seconds
         for model_run, state in zip(steps.model_runs, saved.model_runs, strict=True):
             model_run.load_state(state)
-        progress(first_epoch * first.steps_per_epoch * len(runs), f"{first.name} resumes after epoch {first_epoch}")
-    for epoch in range(first_epoch + 1, first.epochs + 1):
+        progress(epochs_done * first.steps_per_epoch * len(runs), f"{first.name} resumes after epoch {epochs_done}")
+    for epoch in range(epochs_done + 1, first.epochs + 1):
         steps.train_epoch(epoch - 1)
         text = f"{first.name} epoch {epoch}"
         if epoch % first.evaluate_every == 0 or epoch == first.epochs:
@@ -101,7 +102,7 @@ def train_together(
             "loss": loss if math.isfinite(loss) else None,
             "epochs": epoch,
             "steps": steps_done,
-            "stopped": (stopped if epoch < first.epochs else None) or None,
+            "stopped": stopped if epoch < first.epochs else None,
             "graph": steps.graph,
             "parameters": model_run.parameters,
             "side_by_side": len(runs),

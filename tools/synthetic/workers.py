@@ -84,7 +84,7 @@ def groups_of(
 
 def _row(run: Run) -> tuple[int, int, str]:
     """Return the seed, width and task that the results in one row of the table share."""
-    return run.seed, run.width, run.task.partition("/")[0]
+    return run.seed, run.width, run.base_task
 
 
 def train_groups(
@@ -110,7 +110,7 @@ def train_groups(
     todo = list(groups)
     end = time.monotonic() + seconds
     failed: list[str] = []
-    checkpoint_folder = results.path.parent / "unfinished"
+    checkpoint_folder = results.unfinished
 
     def next_group() -> Group | None:
         while todo and time.monotonic() < end:
@@ -218,9 +218,8 @@ class Trainer:
             send(("stopped", str(error)))
             return
         except Exception as error:
-            reason = str(error).strip().split("\n")[0]
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            send(("failed", f"{type(error).__name__}: {reason} ({os.path.relpath(frame.filename)}:{frame.lineno})"))
+            send(("failed", f"{error_line(error)} ({os.path.relpath(frame.filename)}:{frame.lineno})"))
             return
         environment = self._environment()
         lines = [result_line(run, values, environment) for run, values in zip(group.runs, measured, strict=True)]
@@ -270,6 +269,11 @@ class Trainer:
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else platform.machine()
         date = datetime.now(UTC).isoformat(timespec="seconds")
         return {"device": name, "date": date, "versions": versions()}
+
+
+def error_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def prepare_kernels(device: Any) -> None:
@@ -338,7 +342,7 @@ def _work(
         try:
             trainer = trainer or Trainer(device, graph, processes, checkpoint_folder, end)
         except Exception as error:
-            connection.send(("failed", f"{type(error).__name__}: {error}"))
+            connection.send(("failed", error_line(error)))
             continue
         trainer.train(group, send)
 

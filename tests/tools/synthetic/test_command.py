@@ -151,8 +151,16 @@ def test_invalid_arguments_are_refused_in_one_line(words: list[str], capsys: pyt
         ("mqar", "data.train_examples=null", "data.train_examples = null: whole number >= 1 is allowed"),
         ("mad", "mad.compression.baseline.copied=3", "tasks: compression: compression() got an unexpected"),
         ("lra", "settings.listops.data.vocabulary=32", "tasks: listops: vocabulary = 32: this task needs 16"),
-        ("lra", "settings.listops.data.validation_examples=0.5", "data.validation_examples = 0.5: whole number >= 1"),
-        ("lra", "settings.listops.data.test_examples=.inf", "data.test_examples = Infinity: whole number >= 1"),
+        (
+            "lra",
+            "settings.listops.data.validation_examples=0.5",
+            "settings.listops.data.validation_examples = 0.5: whole number >= 1",
+        ),
+        (
+            "lra",
+            "settings.listops.data.test_examples=.inf",
+            "settings.listops.data.test_examples = Infinity: whole number >= 1",
+        ),
     ],
 )
 def test_data_that_cannot_be_generated_are_refused_before_training(
