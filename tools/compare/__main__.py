@@ -197,8 +197,7 @@ def _train(
 
     last: set[str] = set()
     if comparison.ladder is not None and not options.tune:
-        rungs = comparison.ladder.rungs()
-        last = {run.name for run in runs if rungs[run.size][0] == comparison.ladder.largest}
+        last = {run.name for run in runs if comparison.ladder.is_largest(run.size)}
 
     def after_run(failed: Collection[str]) -> None:
         if comparison.ladder is not None and not options.tune:

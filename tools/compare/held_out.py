@@ -39,8 +39,8 @@ def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) 
     description = hashlib.sha256(json.dumps([made_from, ladder.max_overlap]).encode()).hexdigest()
     path = comparison.folder / FILE
     if path.is_file():
-        known = read_json(path, _REMEDY, "made_from")
-        if known["made_from"] == description and "training_tokens" in known:
+        checked = read_json(path, _REMEDY, "made_from")
+        if checked["made_from"] == description and "training_tokens" in checked:
             return
     for prefix in held_out:
         if shared := shared_documents(prefix, data.train, share=ladder.max_overlap):

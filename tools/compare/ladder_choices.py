@@ -160,9 +160,9 @@ def scores(reached: Sequence[str], runs: Sequence[Run], results: Sequence[Result
         groups = [
             [measured[run.folder][key] for run in group if key in measured[run.folder]] for group in of_rung.values()
         ]
-        found = [score for group in groups for score in group]
-        name, baseline = f"{key[1]}, {key[2]}", found[0].baseline
-        if not _above_baseline(found):
+        every_score = [score for group in groups for score in group]
+        name, baseline = f"{key[1]}, {key[2]}", every_score[0].baseline
+        if not _above_baseline(every_score):
             left_out.append(name)
             continue
         pairs = [(losses[folder], values[key].value) for folder, values in measured.items() if key in values]
@@ -214,9 +214,9 @@ def _by_source(here: Sequence[Row]) -> list[list[str]]:
 
 def _scores_of(run: Run) -> dict[Key, Score]:
     """Return the scores by suite, task and metric; empty without a results file."""
-    path, found = run.folder / RESULTS_FILE, _fine_tuned(run)
+    path, scores_by_key = run.folder / RESULTS_FILE, _fine_tuned(run)
     if not path.is_file():
-        return found
+        return scores_by_key
     content = read_json(path, f"remove it; python eval.py {run.folder} writes it again", "results")
     for suite, tasks in content["results"].items():
         for task, metrics in tasks.items():
@@ -224,41 +224,42 @@ def _scores_of(run: Run) -> dict[Key, Score]:
             for metric, value in metrics.items():
                 if isinstance(value, int | float) and metric in details:
                     detail = details[metric]
-                    known = [detail[key] for key in ("chance", "majority") if detail.get(key) is not None]
+                    baselines = [detail[key] for key in ("chance", "majority") if detail.get(key) is not None]
                     # Retrieval tasks have no chance: an answer of many digits is never guessed.
-                    baseline = 0.0 if suite in ("ruler", "needle") else max(known, default=None)
-                    found[suite, task, metric] = Score(float(value), detail.get("stderr"), baseline)
-    return found
+                    baseline = 0.0 if suite in ("ruler", "needle") else max(baselines, default=None)
+                    scores_by_key[suite, task, metric] = Score(float(value), detail.get("stderr"), baseline)
+    return scores_by_key
 
 
 def _fine_tuned(run: Run) -> dict[Key, Score]:
     """Return mean and standard error over the seeds that `tools.finetune_glue` wrote for a run."""
-    found: dict[Key, Score] = {}
+    scores_by_key: dict[Key, Score] = {}
     for path in sorted(run.folder.glob("*/glue.json")):
         content = read_json(path, f"remove it; tools.finetune_glue {run.folder} writes it again", "runs")
         for task, seeds in content["runs"].items():
             for metric in dict.fromkeys(metric for values in seeds.values() for metric in values):
-                values = [values[metric] for values in seeds.values() if values.get(metric) is not None]
-                if values:
-                    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+                of_seeds = [values[metric] for values in seeds.values() if values.get(metric) is not None]
+                if of_seeds:
+                    error = statistics.stdev(of_seeds) / math.sqrt(len(of_seeds)) if len(of_seeds) > 1 else None
                     baseline = content.get("majority", {}).get(task, {}).get(metric)
-                    mean = statistics.mean(values)
-                    found["fine-tuned", f"{task} after fine-tuning", metric] = Score(mean, error, baseline)
-    return found
+                    key = "fine-tuned", f"{task} after fine-tuning", metric
+                    scores_by_key[key] = Score(statistics.mean(of_seeds), error, baseline)
+    return scores_by_key
 
 
-def _above_baseline(found: Sequence[Score]) -> bool:
+def _above_baseline(of_runs: Sequence[Score]) -> bool:
     """Return whether the mean is more than two standard errors above the baseline; True if there is none."""
-    baseline = found[0].baseline
+    baseline = of_runs[0].baseline
     if baseline is None:
         return True
     # The runs share the examples, so their mean has the error of one run.
-    error = statistics.mean(score.error or 0.0 for score in found)
-    return statistics.mean(score.value for score in found) > baseline + 2 * error
+    error = statistics.mean(score.error or 0.0 for score in of_runs)
+    return statistics.mean(score.value for score in of_runs) > baseline + 2 * error
 
 
-def _mean_score(found: Sequence[Score]) -> str:
-    value, errors = statistics.mean(score.value for score in found), [s.error for s in found if s.error is not None]
+def _mean_score(of_seeds: Sequence[Score]) -> str:
+    value = statistics.mean(score.value for score in of_seeds)
+    errors = [score.error for score in of_seeds if score.error is not None]
     # The seeds share the examples, so their mean has the error of one run.
     numbers = [value, *([statistics.mean(errors)] if errors else [])]
     return " ± ".join(f"{number:,.0f}" if value >= 100 else f"{number:.3f}" for number in numbers)

@@ -54,11 +54,11 @@ def store_predictions(
     A stored prediction is never changed. A model gets none after a run of its largest size is complete.
     every: all runs of the comparison, also those that this launch does not train.
     """
-    stored, rungs = stored_predictions(comparison), ladder.rungs()
-    largest = [run for run in runs if rungs[run.size][0] == ladder.largest]
-    late = {run.model for run in (*runs, *every) if rungs[run.size][0] == ladder.largest and run.complete}
+    stored = stored_predictions(comparison)
+    largest = [run for run in runs if ladder.is_largest(run.size)]
+    late = {run.model for run in (*runs, *every) if ladder.is_largest(run.size) and run.complete}
     wanted = [run for run in largest if run.model not in late and run.size not in stored.get(run.model, {})]
-    smaller = [run for run in runs if rungs[run.size][0] != ladder.largest]
+    smaller = [run for run in runs if not ladder.is_largest(run.size)]
     if not wanted or not all(run.complete or run.name in failed for run in smaller):
         return
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -94,20 +94,18 @@ def predict(
 
     results: of any sizes; those of the largest size are left out. stored: see `Prediction`.
     """
-    rungs = ladder.rungs()
-    points = points_of([result for result in results if rungs[result.run.size][0] != ladder.largest])
-    own, problems = fits_of(points, samples=1)
-    names = {model: points[model] for model in own}
-    common = fit_with_common_exponents(names) if len(own) > 1 else fits_of(names)[0]
+    points = points_of([result for result in results if not ladder.is_largest(result.run.size)])
+    own_fits, problems = fits_of(points, samples=1)
+    fitted = {model: points[model] for model in own_fits}
+    common = fit_with_common_exponents(fitted) if len(fitted) > 1 else fits_of(fitted)[0]
     predictions: Predictions = {}
     for run in largest:
         if run.model in common:
             tokens = run.config.batch.tokens_of(run.config.schedule.train_steps)
-            alone = own[run.model].predict(run.body, tokens)[0]
-            prediction = Prediction(
-                *common[run.model].predict(run.body, tokens), alone, len(np.asarray(points[run.model][2])), stored
-            )
-            predictions.setdefault(run.model, {})[run.size] = prediction
+            loss, low, high = common[run.model].predict(run.body, tokens)
+            own = own_fits[run.model].predict(run.body, tokens)[0]
+            count = len(np.asarray(points[run.model][2]))
+            predictions.setdefault(run.model, {})[run.size] = Prediction(loss, low, high, own, count, stored)
     return predictions, problems
 
 
@@ -127,7 +125,7 @@ def fits_of(points: Mapping[str, Points], *, samples: int = 200) -> tuple[dict[s
     without: dict[str, list[str]] = {}
     for model, of_model in points.items():
         try:
-            fits[model] = fit_losses(*of_model, samples=samples, name="the fit")
+            fits[model] = fit_losses(*of_model, samples=samples, name=model)
         except ValueError as error:
-            without.setdefault(str(error).removeprefix("the fit: "), []).append(model)
+            without.setdefault(str(error).removeprefix(f"{model}: "), []).append(model)
     return fits, "".join(f" No fit of {', '.join(models)}: {reason}." for reason, models in without.items())

@@ -21,7 +21,7 @@ from tools.compare.ladder_predictions import (
     predict,
     stored_predictions,
 )
-from tools.compare.results import Result, Row, ranked, unstable_note
+from tools.compare.results import Result, Row, difference_text, ranked, unstable_note
 from tools.compare.rungs import Ladder
 from tools.compare.scaling_fit import ScalingFit
 from tools.compare.spec import Comparison, Run
@@ -47,7 +47,7 @@ def write_ladder(
     facts: sentences below the title of the page.
     """
     fits, problems = fits_of(points_of(results))
-    largest = [run for run in runs if ladder.rungs()[run.size][0] == ladder.largest]
+    largest = [run for run in runs if ladder.is_largest(run.size)]
     computed, without = predict(ladder, largest, results)
     predictions = merge_predictions(computed, stored_predictions(comparison))
     sections = [
@@ -171,13 +171,12 @@ def _largest(
     xz = compressors.get("xz -9", math.nan)
     overview, sources = [], sorted({m for row in here for m in row.values if m.startswith("loss/")})
     for row in here:
-        change, error = row.difference(base, "loss")
         bits = _mean(row, "bits_per_byte")
         overview.append(
             [
                 row.marked_label,
                 f"{row.mean('loss'):.4f}",
-                "-" if row is base else f"{change:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}"),
+                difference_text(row, base),
                 *(
                     [f"{row.mean('accuracy'):.2%}"]
                     if "accuracy" in row.values
@@ -230,13 +229,13 @@ def _positions(reached: Sequence[str], rows: Sequence[Row], runs: Sequence[Run])
             rung = other
             break
     here = ranked(row for row in rows if row.size == rung)
-    measured, missing = ([row for row in here if (row.model in bins) is found] for found in (True, False))
+    measured, missing = ([row for row in here if (row.model in bins) is present] for present in (True, False))
     table = [
         [
-            "{from:,.0f} to {to:,.0f}".format(**bin) if bin["to"] > bin["from"] else f"{bin['from']:,.0f}",
+            "{from:,.0f} to {to:,.0f}".format(**span) if span["to"] > span["from"] else f"{span['from']:,.0f}",
             *(_number(bins[row.model][i]["loss"]) for row in measured),
         ]
-        for i, bin in enumerate(bins[measured[0].model] if measured else [])
+        for i, span in enumerate(bins[measured[0].model] if measured else [])
     ]
     notes = ["Loss of one run per model, the first with measured positions."] if table else []
     if missing and "accuracy" not in here[0].values:

@@ -121,9 +121,9 @@ def read_results(runs: Iterable[Run]) -> list[Result]:
 def _gradient_growth(train: Sequence[Mapping[str, Any]]) -> float:
     norms = [norm for line in train if math.isfinite(norm := line.get("gradient_norm", math.nan))]
     quarter = len(norms) // 4
-    if len(norms) < _FEW_NORMS or not (before := statistics.median(norms[quarter : 2 * quarter])):
+    if len(norms) < _FEW_NORMS or not (early := statistics.median(norms[quarter : 2 * quarter])):
         return math.nan
-    return statistics.median(norms[-quarter:]) / before
+    return statistics.median(norms[-quarter:]) / early
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
@@ -167,6 +167,14 @@ def tables(rows: Sequence[Row], reference: str | None = None) -> str:
 def ranked(rows: Iterable[Row]) -> list[Row]:
     """Sort rows by loss, lowest first and diverged models last."""
     return sorted(rows, key=lambda row: (math.isnan(row.mean("loss")), row.mean("loss")))
+
+
+def difference_text(row: Row, base: Row) -> str:
+    """Return the loss of a row minus that of another, ± the standard error if it is known; "-" for the same row."""
+    if row is base:
+        return "-"
+    change, error = row.difference(base, "loss")
+    return f"{change:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
 
 
 def plan_table(runs: Sequence[Run], *, plain: bool = False) -> str:
@@ -223,10 +231,8 @@ def _main_table(rows: Sequence[Row], base: Row) -> str:
     header += ["bits per byte"] if any("bits_per_byte" in row.values for row in rows) else []
     body = []
     for row in rows:
-        change, error = row.difference(base, "loss")
-        shown = "-" if row is base else f"{change:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
         cells = [row.marked_label, f"{row.parameters:,}", f"{row.body:,}", str(len(row.values["loss"]))]
-        cells += [_with_deviation(row, "loss", 4), shown]
+        cells += [_with_deviation(row, "loss", 4), difference_text(row, base)]
         cells += [_with_deviation(row, "accuracy", 2, 100.0)] if accuracy else []
         cells += [_with_deviation(row, "bits_per_byte", 4)] if "bits per byte" in header else []
         body.append(cells)

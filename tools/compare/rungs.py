@@ -75,6 +75,10 @@ class Ladder(BaseModel):
         """Return the size whose loss the smaller sizes predict."""
         return max(self.parameters, key=lambda size: self.parameters[size])
 
+    def is_largest(self, rung: str) -> bool:
+        """Return whether a rung has the largest size."""
+        return self.rungs()[rung][0] == self.largest
+
 
 def steps_of_rung(ladder: Ladder, rung: str, config: Config[ModelConfig]) -> int:
     """Return the training steps of a rung.

@@ -156,9 +156,9 @@ def _worse_than_own(losses: Losses, best: float, labels: Sequence[str]) -> str:
         chosen = next(of_factor for factor, of_factor in of_size.items() if float(factor) == best)
         words = []
         for model, label in zip(chosen, labels, strict=True):
-            found = [loss for of_factor in of_size.values() if (loss := of_factor.get(model)) is not None]
-            if found and (loss := chosen[model]) is not None and loss > min(found):
-                words.append(f"{label} +{loss - min(found):.4f}")
+            finite = [loss for of_factor in of_size.values() if (loss := of_factor.get(model)) is not None]
+            if finite and (loss := chosen[model]) is not None and loss > min(finite):
+                words.append(f"{label} +{loss - min(finite):.4f}")
         note += f" {size}: loss above that of the model's own best rate: {', '.join(words)}." if words else ""
     return note
 
