@@ -177,10 +177,9 @@ def plan_runs(
     models = _selected("models", models, list(comparison.models))
     rungs = comparison.rungs()
     # --sizes takes a rung, or a size with all its rungs.
-    sizes = [rung for size in sizes for rung in ([r for r, of in rungs.items() if of == size] or [size])]
+    sizes = [rung for name in sizes for rung in ([rung for rung, size in rungs.items() if size == name] or [name])]
     sizes = _selected("sizes", sizes, list(rungs))
-    names = dict.fromkeys((size, model) for size in sizes for model in models)
-    cells = {(size, model): _cell(comparison, size, model, overrides) for size, model in names}
+    cells = {(size, model): _cell(comparison, size, model, overrides) for size in sizes for model in models}
     equal = comparison.equal_parameters
     if equal is not None:
         for size in sizes:
