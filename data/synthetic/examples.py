@@ -14,8 +14,10 @@ UNLABELLED = -100
 
 
 class Examples(NamedTuple):
-    """tokens [examples, length] and labels of the same shape, or [examples, 1] for one label per example. Positions
-    without a label hold UNLABELLED."""
+    """Hold tokens [examples, length], and labels of the same shape or [examples, 1] for one label per example.
+
+    Positions without a label hold UNLABELLED.
+    """
 
     tokens: Ids
     labels: Ids

@@ -76,7 +76,7 @@ def listops(
 
 @dataclass
 class _Level:
-    """The elements of one level of many expressions; the arguments of an operation are adjacent.
+    """Hold the elements of one level of many expressions; the arguments of an operation are adjacent.
 
     Attributes, int64 [elements]:
         tree: number of the expression. operation: MIN to SM, or -1 for a digit. digit: value of a digit.

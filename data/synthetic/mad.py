@@ -143,7 +143,8 @@ def memorization(
 ) -> Examples:
     """Return pairs of a key and the highest id, whose label is the value of the key. All examples share the values.
 
-    Keys are the lower half of the other ids. Each has a distinct value of the upper half, drawn with `table_seed`.
+    Keys are the lower half of the other ids. Each has a distinct value of the upper half, drawn with `table_seed`. Raises
+    ValueError for fewer than 3 ids.
     """
     _check_vocabulary(vocabulary, 3)
     num_keys = (vocabulary - 1) // 2
@@ -157,7 +158,10 @@ def memorization(
 def compression(
     examples: int, *, vocabulary: int = 16, length: int = 32, training: bool = True, seed: int | list[int] = 0
 ) -> Examples:
-    """Return random ids with the highest id at the end. The labels are the tokens: the model restores all from the last one."""
+    """Return random ids with the highest id at the end. The labels are the tokens: the model restores all from the last one.
+
+    Raises ValueError for fewer than 2 ids.
+    """
     _check_vocabulary(vocabulary, 2)
     tokens = np.random.default_rng(seed).integers(0, vocabulary - 1, (examples, length))
     tokens[:, -1] = vocabulary - 1
@@ -176,7 +180,7 @@ def selective_copying(
     """Return `copied` random ids among blanks, the id "copy", then blanks whose labels are the ids in order.
 
     "copy" is the highest id, the blank the one below. Every blank of the first part precedes an id drawn uniformly. Raises
-    ValueError if length <= 2 * copied + 1.
+    ValueError if length <= 2 * copied + 1, and for fewer than 3 ids.
     """
     _check_vocabulary(vocabulary, 3)
     blanks = length - 2 * copied - 1
@@ -224,12 +228,12 @@ def _next_tokens(tokens: Numbers, queried: Flags | None) -> Examples:
 def _shown_before(key: Numbers, options: int) -> Flags:
     """Return whether each key occurred before in its row. key: [rows, pairs], below `options`, -1 for none."""
     shown = np.zeros((len(key), options + 1), bool)
-    before = np.zeros(key.shape, bool)
+    repeated = np.zeros(key.shape, bool)
     row = np.arange(len(key))
-    for i, now in enumerate(key.T):
-        before[:, i] = shown[row, now]
-        shown[row, now] = now >= 0
-    return before
+    for i, current in enumerate(key.T):
+        repeated[:, i] = shown[row, current]
+        shown[row, current] = current >= 0
+    return repeated
 
 
 def _size(ids: Numbers) -> Numbers:

@@ -138,7 +138,7 @@ def _images(generator: np.random.Generator, shape: Pathfinder, labels: NDArray[n
 
 @dataclass
 class _Paths:
-    """The paths of several images.
+    """Hold the paths of several images.
 
     Attributes:
         points: [images, paths, dashes + 1, 2], ends of the dashes and of their gaps, in 1/1024 pixel.
@@ -172,9 +172,9 @@ def _draw(
 
 def _ends(generator: np.random.Generator, paths: _Paths, shape: Pathfinder) -> NDArray[np.float64]:
     """Return the ends to mark for each label, [images, labels, 2 (markers), 2] in pixels."""
-    before, last = (paths.points[:, :2, shape.dashes + i] / _UNIT for i in (-1, 0))
+    first, last_start, gap_end = (paths.points[:, :2, i] / _UNIT for i in (0, shape.dashes - 1, shape.dashes))
     # The end of the last dash, not of the gap after it.
-    first, last = paths.points[:, :2, 0] / _UNIT, before + (last - before) * shape.drawn
+    last = last_start + (gap_end - last_start) * shape.drawn
     images, path = np.arange(len(first)), generator.integers(0, 2, len(first))
     start = first[images, path]
     return np.stack([np.stack([start, last[images, end]], 1) for end in (1 - path, path)], 1)

@@ -55,13 +55,13 @@ def training_example(
 
 def sentences(texts: Iterable[str], characters: int) -> list[str]:
     """Return the sentences and lines of texts, until they hold this many characters. Raises ValueError if there are none."""
-    found: list[str] = []
+    collected: list[str] = []
     for text in texts:
         parts = [part for part in re.split(r"(?<=[.!?])\s+|\s*\n\s*", text) if part]
-        found += parts
+        collected += parts
         characters -= sum(map(len, parts))
         if characters <= 0:
             break
-    if not found:
+    if not collected:
         raise ValueError("the haystack holds no text; name files with text")
-    return found
+    return collected

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 
 from .ruler_text import ADJECTIVES, NOISE, NOUNS, prose, word_pairs
 
-# `cwe`: repeats of common and of other words in the text and in its solved example, and the other words of the example. The
-# first row is for texts of this many tokens or more, the second one for shorter texts.
-_CWE_LONG = 4096
-_CWE_REPEATS = ((30, 3), (10, 3), 30), ((6, 1), (3, 1), 10)
-_CWE_ANSWERS, _VT_HOPS = 10, 4
+# `cwe`: number of common words. Repeats of common and of other words in the text and in its solved example, and the number of
+# other words of the example: in texts of at least `_CWE_LONG_TEXT` tokens, and in shorter ones.
+_CWE_ANSWERS = 10
+_CWE_LONG_TEXT = 4096
+_CWE_LONG, _CWE_SHORT = ((30, 3), (10, 3), 30), ((6, 1), (3, 1), 10)
+_VT_HOPS = 4
 # Results of different versions do not compare. Version 2 has needles in noise on lines of their own.
 TEXTS_VERSION = 2
 _ZETA_2 = math.pi**2 / 6
@@ -84,7 +85,11 @@ class RulerTask:
 class _Haystack:
     """Hold what an example depends on besides its random generator.
 
-    pieces: sentences of the text so far, `more` the following ones.
+    Attributes:
+        length: tokens of prompt and answer, at most.
+        depth: requested place of the answer, from 0 to 1; None draws it.
+        more: sentences of the text that follow `pieces`.
+        pieces: sentences that were read so far.
     """
 
     length: int
@@ -251,11 +256,13 @@ def _variable_tracking(drawn: random.Random, units: int, _: _Haystack) -> RulerE
 
 def _common_words(drawn: random.Random, units: int, text: _Haystack) -> RulerExample:
     """Return a numbered list of words of which ten are frequent, after a short solved example. A unit is another word."""
-    repeats, example_repeats, example_others = _CWE_REPEATS[text.length < _CWE_LONG]
+    repeats, example_repeats, example_others = _CWE_LONG if text.length >= _CWE_LONG_TEXT else _CWE_SHORT
     words = [*ADJECTIVES, *NOUNS]
     drawn.shuffle(words)
-    taken = 2 * _CWE_ANSWERS + example_others
-    words += word_pairs(drawn, max(0, units + taken - len(words)))
+    counts = (_CWE_ANSWERS, _CWE_ANSWERS, example_others, units)
+    words += word_pairs(drawn, max(0, sum(counts) - len(words)))
+    remaining = iter(words)
+    common, example_common, example_other, other = (list(itertools.islice(remaining, count)) for count in counts)
 
     def parts(common: list[str], others: list[str], repeats: tuple[int, int]) -> RulerExample:
         every = common * repeats[0] + others * repeats[1]
@@ -269,8 +276,7 @@ def _common_words(drawn: random.Random, units: int, text: _Haystack) -> RulerExa
             written=_numbered(common),
         )
 
-    common, example, others = words[:10], words[10:20], words[taken : taken + units]
-    return _with_example(parts(example, words[20:taken], example_repeats), parts(common, others, repeats))
+    return _with_example(parts(example_common, example_other, example_repeats), parts(common, other, repeats))
 
 
 def _numbered(words: Sequence[str]) -> str:
