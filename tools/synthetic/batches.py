@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.synthetic import mad
 from data.synthetic.examples import UNLABELLED, Examples
-from data.synthetic.mad import TASKS
 from data.synthetic.mqar import mqar
 
 from .classification import make_examples
@@ -71,7 +71,7 @@ def generate(run: Run) -> tuple[Examples, ...]:
         return train, test
     if run.base_task == "memorization":
         data["table_seed"] = run.seed
-    make = TASKS[run.base_task]
+    make = mad.TASKS[run.base_task]
     train, test = (make(n, length=run.length, training=not i, seed=[run.seed, i], **data) for i, n in enumerate(counts))
     return train, test
 

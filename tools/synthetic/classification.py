@@ -64,8 +64,8 @@ def _listops(counts: list[int], length: int, seed: int, **options: Any) -> Sets:
 
 
 def _paths(counts: list[int], length: int, seed: int, **options: Any) -> Sets:
-    if length != int(options.get("size", 32)) ** 2:
-        raise ValueError(f"length = {length}: size * size = {int(options.get('size', 32)) ** 2} is required")
+    if length != (pixels := pathfinder.Pathfinder(**options).size ** 2):
+        raise ValueError(f"length = {length}: size * size = {pixels} is required")
     return tuple(pathfinder.pathfinder(n, seed=[seed, i], **options) for i, n in enumerate(counts))
 
 

@@ -150,20 +150,18 @@ def _train(
 
 def _check(experiment: Experiment, grouped: Sweeps, devices: list[str]) -> int:
     """Check the first setting of each model (in MAD and LRA: of each model and task) and print one row per check."""
-    from .preflight import check_sweeps
+    from .preflight import COLUMNS, check_sweeps
 
     chosen: dict[tuple[str, str], list[Run]] = {}
     for sweep in grouped:
         kind = sweep[0].base_task if experiment.suite in ("mad", "lra") else ""
         chosen.setdefault((kind, sweep[0].model), sweep)
     group_size = _group_size(experiment, devices)
-    header = ["task", "model", "width", "runs", "one by one ms", "together ms", "seconds to prepare", "GiB", "loss"]
-    header += ["difference", "float32", "graph", "problem"]
-    print(" | ".join(header), flush=True)
+    print(" | ".join(COLUMNS), flush=True)
     failures = 0
     for row in check_sweeps([sweep[:group_size] for sweep in chosen.values()], devices, graph=experiment.graph):
         failures += bool(row["problem"])
-        cells = [row.get(key, "") for key in header]
+        cells = [row.get(key, "") for key in COLUMNS]
         print(" | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells), flush=True)
     print(f"{len(chosen)} checked, {failures} with a problem")
     return 1 if failures else 0

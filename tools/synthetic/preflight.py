@@ -19,6 +19,11 @@ from .training import SideBySide
 from .workers import error_line, prepare_kernels
 
 STEPS = 20
+# Keys of a row of `check_sweep`.
+COLUMNS = (
+    *("task", "model", "width", "runs", "one by one ms", "together ms", "seconds to prepare", "GiB", "loss"),
+    *("difference", "float32", "graph", "problem"),
+)
 # Relative. Some kernels sum in a varying order; after 20 steps from equal weights the losses differ by less than this.
 TOLERANCE = 0.02
 
@@ -75,7 +80,7 @@ def _failed(sweep: Sequence[Run], error: BaseException) -> dict[str, Any]:
 def check_sweep(runs: Sequence[Run], device: torch.device, *, graph: bool = True) -> dict[str, Any]:
     """Train the runs of one sweep for 20 steps, together and alone, with and without graphs, and compare the losses.
 
-    Returns a row of a table:
+    Returns a row of a table with the keys COLUMNS, on a CPU without GiB:
         problem: what differs; empty without a difference.
         difference: largest relative difference of the first run's losses, together with graphs against alone without.
         float32: relative difference of the first loss from plain PyTorch in float32.
