@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"--name {options.name}: letters, digits, '.', '_', '+' and '-' are allowed; the first must be a letter or digit"
         )
-    ladder = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
-    comparison = tuning_comparison(ladder) if options.tune else with_tuned_rates(ladder)
+    of_file = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    comparison = tuning_comparison(of_file) if options.tune else with_tuned_rates(of_file)
     runs = plan_runs(
         comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
     )
@@ -70,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = all_runs(comparison, runs, options)
     check_existing_runs(every)
     if options.check:
-        _prepare(ladder, runs)
+        _prepare(of_file, runs)
         print(f"The text is ready for all runs. {comparison.folder} may be copied to the machine that trains.")
         return 0
     trained = options.report or all(run.complete for run in runs)
-    failed = {} if trained else _train(comparison, ladder, runs, every, options)
+    failed = {} if trained else _train(comparison, of_file, runs, every, options)
     if options.tune:
-        return _report_rates(ladder, every, failed)
+        return _report_rates(of_file, every, failed)
     if options.positions or options.recall:
         _measure(comparison, runs, options)
     write_results(comparison, every, options.file, options.page)
@@ -115,8 +115,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page:
     results = read_results(runs)
     rows = rows_of(results)
     note = progress_note(runs)
-    reference = comparison.equal_parameters and comparison.equal_parameters.reference
-    text = tables(rows, reference) if rows else "No run is complete yet.\n"
+    text = tables(rows, comparison.reference) if rows else "No run is complete yet.\n"
     written = [comparison.folder / "results.md", comparison.folder / "results.json"]
     if comparison.ladder is not None and rows:
         from tools.compare.ladder_report import markdown, write_ladder
@@ -162,7 +161,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page:
         comparison.folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     )
     if rows and comparison.ladder is None:
-        written += draw(results, rows, comparison.folder, comparison.title, reference)
+        written += draw(results, rows, comparison.folder, comparison.title, comparison.reference)
     print("\n".join(map(str, written)))
 
 
@@ -176,21 +175,28 @@ def _prepare(comparison: Comparison, runs: Sequence[Run]) -> None:
         check_held_out(comparison, comparison.ladder, runs)
 
 
-def _report_rates(ladder: Comparison, runs: Sequence[Run], failed: Mapping[str, str]) -> int:
-    """Print the table of learning rates. Return 1 while a run is neither complete nor failed."""
+def _report_rates(of_file: Comparison, runs: Sequence[Run], failed: Mapping[str, str]) -> int:
+    """Print the table of learning rates. Return 1 while a run is neither complete nor failed.
+
+    of_file: the ladder. runs: those of its rates.
+    """
     from tools.compare.ladder_report import markdown
     from tools.compare.results import progress_note
     from tools.compare.tuning import FILE, write_rates
 
-    table = write_rates(ladder, runs, failed)
-    print(progress_note(runs) if table is None else f"\n{markdown([table])}\n{ladder.folder / FILE}")
+    table = write_rates(of_file, runs, failed)
+    print(progress_note(runs) if table is None else f"\n{markdown([table])}\n{of_file.folder / FILE}")
     return 1 if table is None else 0
 
 
 def _train(
-    comparison: Comparison, ladder: Comparison, runs: Sequence[Run], every: Sequence[Run], options: argparse.Namespace
+    comparison: Comparison, of_file: Comparison, runs: Sequence[Run], every: Sequence[Run], options: argparse.Namespace
 ) -> dict[str, str]:
-    """Train the runs. ladder: the comparison of the file, in whose folder the check of the text is stored. every: `all_runs`."""
+    """Train the runs. Return the reason per failed run.
+
+    comparison: of the runs. of_file: the comparison of the file, in whose folder the check of the text is stored. With --tune
+    the runs are those of the learning rates, and both differ. every: `all_runs`.
+    """
     from tools.compare.ladder_predictions import store_predictions
     from tools.compare.launcher import run_all
     from tools.compare.launches import recorded_launch
@@ -203,7 +209,7 @@ def _train(
         if comparison.ladder is not None and not options.tune:
             store_predictions(comparison, comparison.ladder, runs, failed, every)
 
-    _prepare(ladder, runs)
+    _prepare(of_file, runs)
     devices = _devices(options.devices or comparison.devices)
     # `workers` of the file is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
     workers = 1 if devices == ["cpu"] and options.workers is None else comparison.workers

@@ -166,33 +166,7 @@ def _largest(
         return []
     rung = reached[-1]
     here = ranked(row for row in rows if row.size == rung)
-    base = here[0]
-    compressors = compressors_of(comparison)
-    xz = compressors.get("xz -9", math.nan)
-    overview, sources = [], sorted({m for row in here for m in row.values if m.startswith("loss/")})
-    for row in here:
-        bits = _mean(row, "bits_per_byte")
-        overview.append(
-            [
-                row.marked_label,
-                f"{row.mean('loss'):.4f}",
-                difference_text(row, base),
-                *(
-                    [f"{row.mean('accuracy'):.2%}"]
-                    if "accuracy" in row.values
-                    else [_number(bits), "-" if math.isnan(bits / xz) else f"{1 - bits / xz:.1%}"]
-                ),
-                _number(_mean(row, "test")),
-            ]
-        )
-    measures = ["masked-token accuracy"] if "accuracy" in base.values else ["bits per byte", "below xz -9"]
-    header = ["model", "loss", f"minus {base.label}", *measures, "loss on data.test"]
-    size, ratio = ladder.rungs()[rung]
-    parameters = ladder.parameters[size]
-    note = f"{rung}: {parameters / 1e6:g} M parameters without embeddings, {ratio * parameters / 1e6:g} M tokens."
-    if compressors:
-        numbers = ", ".join(f"{k} {v:.4f}" for k, v in compressors.items())
-        note += f" Compressors on the validation text, bits per byte: {numbers}."
+    sources = sorted({metric for row in here for metric in row.values if metric.startswith("loss/")})
     by_source = [[source.removeprefix("loss/"), *(_number(_mean(row, source)) for row in here)] for source in sources]
     steady = [row for row in rows if not row.unstable]
     misses = {
@@ -201,12 +175,12 @@ def _largest(
         if row.size == rung and rung in predictions.get(row.model, {})
     }
     misses = {model: miss for model, miss in misses.items() if math.isfinite(miss)}
-    same_size = [name for name, (other, _) in ladder.rungs().items() if other == size]
-    noise = noise_of_run(steady, same_size, misses)
+    rungs = ladder.rungs()
+    noise = noise_of_run(steady, [other for other in rungs if rungs[other][0] == rungs[rung][0]], misses)
     late, by_position = _positions(reached, rows, runs)
     return [
         choices(rung, steady, runs, noise, late),
-        Section(f"Loss at {rung}", header, overview, note + unstable_note(here)),
+        _losses(ladder, rung, here, compressors_of(comparison)),
         Section(
             f"Loss by source at {rung}",
             ["source", *(row.marked_label for row in here)],
@@ -215,6 +189,31 @@ def _largest(
         by_position,
         scores(reached, runs, results),
     ]
+
+
+def _losses(ladder: Ladder, rung: str, here: Sequence[Row], compressors: Mapping[str, float]) -> Section:
+    """Return loss, accuracy or bits per byte, and loss on data.test of the models at a rung.
+
+    here: their rows, from `ranked`. compressors: of `compressors_of`.
+    """
+    base, xz = here[0], compressors.get("xz -9", math.nan)
+    masked = "accuracy" in base.values
+    cells = []
+    for row in here:
+        bits = _mean(row, "bits_per_byte")
+        shares = [_number(bits), "-" if math.isnan(bits / xz) else f"{1 - bits / xz:.1%}"]
+        measured = [f"{row.mean('accuracy'):.2%}"] if masked else shares
+        loss, difference = f"{row.mean('loss'):.4f}", difference_text(row, base)
+        cells.append([row.marked_label, loss, difference, *measured, _number(_mean(row, "test"))])
+    measures = ["masked-token accuracy"] if masked else ["bits per byte", "below xz -9"]
+    header = ["model", "loss", f"minus {base.label}", *measures, "loss on data.test"]
+    size, ratio = ladder.rungs()[rung]
+    parameters = ladder.parameters[size]
+    note = f"{rung}: {parameters / 1e6:g} M parameters without embeddings, {ratio * parameters / 1e6:g} M tokens."
+    if compressors:
+        numbers = ", ".join(f"{name} {bits:.4f}" for name, bits in compressors.items())
+        note += f" Compressors on the validation text, bits per byte: {numbers}."
+    return Section(f"Loss at {rung}", header, cells, note + unstable_note(here))
 
 
 def _positions(reached: Sequence[str], rows: Sequence[Row], runs: Sequence[Run]) -> tuple[LatePositions, Section]:

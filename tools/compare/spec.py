@@ -79,6 +79,11 @@ class Comparison(_Section):
         """Return the folder of the runs, tables and figures."""
         return Path("runs") / self.name
 
+    @property
+    def reference(self) -> str | None:
+        """Return the model that the others are compared with; None for the first one."""
+        return None if self.equal_parameters is None else self.equal_parameters.reference
+
     def rungs(self) -> dict[str, str]:
         """Return name of a rung -> its size in `sizes`. Without a ladder every size is one rung."""
         if self.ladder is None:
@@ -143,10 +148,9 @@ def read_comparison(path: Path) -> Comparison:
             "(docs/guide/comparing.md describes its keys)"
         )
     comparison = read_as(Comparison, path)
-    reference = comparison.equal_parameters and comparison.equal_parameters.reference
-    if reference is not None and reference not in comparison.models:
+    if comparison.reference is not None and comparison.reference not in comparison.models:
         raise ValueError(
-            f"{path}: equal_parameters.reference = {reference} is not a model of this file; "
+            f"{path}: equal_parameters.reference = {comparison.reference} is not a model of this file; "
             f"allowed are {', '.join(comparison.models)}"
         )
     if (ladder := comparison.ladder) is not None:

@@ -234,7 +234,7 @@ def test_a_rung_added_to_the_largest_size_gets_its_prediction(tmp_path: Path, mo
 
 def test_page_holds_the_launches_and_a_command_for_every_table(tmp_path: Path, monkeypatch, capsys) -> None:
     planned, runs, results = ladder_results(tmp_path)
-    planned.equal_parameters = None
+    planned.reference = None
     monkeypatch.setattr("tools.compare.results.read_results", lambda _: results)
     line = {"date": "2026-01-02", "machine": "1 x GPU", "commit": "abc1234", "workers": 8, "seconds": 300, "busy": 0.9}
     lines = [line, {**line, "seconds": 100, "busy": 0.5}, {**line, "commit": "", "busy": None}]
