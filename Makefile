@@ -29,8 +29,8 @@ train: setup  ## train the default model on this machine (about 8 minutes on 2 c
 	$(BIN)/python train.py
 
 # 200 processes start: without cached bytecode, which some environments switch off, the tests take 15 % longer.
-# One more process than cores, because some tests wait.
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTEST_XDIST_AUTO_NUM_WORKERS=$$(($$(nproc) + 1)) $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# One more process than cores, because some tests wait. nproc prints OMP_NUM_THREADS if it is set.
+PYTEST = PYTEST_XDIST_AUTO_NUM_WORKERS=$$(($$(env -u OMP_NUM_THREADS nproc) + 1)) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test: setup lint  ## style checks, type checks and all tests; on a GPU machine, those of a GPU in processes of their own
 	@set -e; if nvidia-smi --list-gpus > /dev/null 2>&1; then set -x; $(PYTEST) -m gpu; $(PYTEST) -m "not gpu"; else set -x; $(PYTEST); fi
