@@ -54,7 +54,7 @@ def run_words(corpus: Path, folder: Path, name: str = "run", **changes: Any) -> 
         "data.corpus": corpus,
         "data.cache_directory": corpus.parent / "cache",
         "data.tokenizer": "{type: bytes}",
-        "data.validation_fraction": 0.1,
+        "data.validation_fraction": 0.03,
         "model.vocab_size": 320,
         "model.num_layers": 2,
         "model.hidden_size": 32,
