@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shortcuts import take_shortcuts
 from tools.reporting.style import STYLE
 
 with contextlib.suppress(ImportError):  # a GPU machine that runs tests/gpu alone may lack it
@@ -76,10 +77,10 @@ def frozen_heap() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def unsynced() -> Iterator[None]:
-    """Skip fsync, since files of tests need not survive a power cut."""
+def shortcuts() -> Iterator[None]:
+    """Leave out slow parts of runs and evaluations in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
+        take_shortcuts(patch)
         yield
 
 
@@ -88,14 +89,6 @@ def small_figures() -> Iterator[None]:
     """Write the figures of this process with few pixels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(STYLE, "savefig.dpi", 50)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def without_loss_figure() -> Iterator[None]:
-    """Leave out `loss.png`, which takes half a second, from the runs in this process. tests/tools/test_plot.py draws it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.reporting.run_curves.plot_loss", lambda run, **_: run / "loss.png")
         yield
 
 

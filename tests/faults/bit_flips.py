@@ -47,7 +47,7 @@ def run(count: int, seed: int, folder: Path, words: Sequence[str] = ()) -> dict[
         `train.py`. A flip may spread to more tensors than the message lists, so "named" may be less than "noticed".
     """
     folder.mkdir(parents=True, exist_ok=True)
-    output = launch.launch("tests.faults.bit_flips", 2, str(count), str(seed), str(folder), *words)
+    output = launch.launch_forked("tests.faults.bit_flips", 2, str(count), str(seed), str(folder), *words)
     (folder / "stderr.txt").write_text(output)
     return json.loads((folder / "bit_flips.json").read_text())
 

@@ -118,7 +118,7 @@ def not_finite_runs(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("not_finite")
     settings = {"batch.micro_batch_size": 4, "schedule.train_steps": 5}
     runs = [[*run_words(corpus, folder, name, **{**settings, **more}), "--then"] for name, more in NOT_FINITE.items()]
-    processes.launch("tests.faults.inject", 2, "nan", "1", "3", *itertools.chain(*runs))
+    processes.launch_forked("tests.faults.inject", 2, "nan", "1", "3", *itertools.chain(*runs))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Block, "forward", Block.forward)
         inject.install("nan", 3)

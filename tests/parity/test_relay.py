@@ -16,7 +16,7 @@ from megatron_lite.parallel.sharding_plan import Shard
 from models.language_model import LanguageModel
 from tests import oracle
 from tests.parity import layouts
-from tests.parity.launch import launch
+from tests.parity.launch import launch_forked
 from tools import reshard
 
 # The layout of each step: two steps of four processes, then two steps of two.
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("relay")
     for first, processes in ((0, 4), (2, 2)):
         legs = {name: relay[first : first + 2] for name, relay in RELAYS.items()}
-        launch("tests.parity.relay", processes, str(path), MODEL, json.dumps(legs), str(first))
+        launch_forked("tests.parity.relay", processes, str(path), MODEL, json.dumps(legs), str(first))
     return path
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.kernels.cpu.build import shared_object
-from tests.parity.launch import launch
+from tests.parity.launch import launch_forked
 from tests.tools.benchmark.tiny_model import TINY, read
 from tools.benchmark.__main__ import main
 from tools.benchmark.profile import KernelCall, _busy, _kernel_calls, _local_device, by_kernel, by_part
@@ -40,7 +40,7 @@ def test_parts_of_the_profile_add_up(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_first_of_two_processes_reports_its_time_and_communication(tmp_path: Path) -> None:
     words = ["profile", "--output", str(tmp_path), "--steps", "1", "--shape", "64x1", "--device", "cpu", *TINY]
-    launch("tools.benchmark", 2, *words, "parallel.context=2")
+    launch_forked("tools.benchmark", 2, *words, "parallel.context=2")
     parts = {row["part"]: row for row in read(tmp_path / "profile_parts.csv")}
     assert float(parts["communication"]["ms per step"]) > 0
     assert float(parts["recurrence"]["ms per step"]) > 0

@@ -12,7 +12,7 @@ import torch
 from megatron_lite.checkpoint.reader import read_manifest, read_weights, resolve
 from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
-from tests.parity.launch import launch
+from tests.parity.launch import launch_forked
 from tests.tools.conversion.layout_worker import LAYOUTS, micro_batches
 from tools.conversion.logit_parity import load_export
 from tools.convert_hf import main
@@ -21,7 +21,7 @@ from tools.convert_hf import main
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("layouts")
-    launch("tests.tools.conversion.layout_worker", 2, str(out), timeout=240)
+    launch_forked("tests.tools.conversion.layout_worker", 2, str(out), timeout=240)
     return out
 
 

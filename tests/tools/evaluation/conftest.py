@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,6 @@ WORDS = [
     "key",
     "value",
 ]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def without_list_of_packages() -> Iterator[None]:
-    """Leave out `pip list`, a second per evaluation, whose output the harness adds to its results."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.utils.collect_env.get_pip_packages", lambda *_, **__: ("pip", ""))
-        yield
 
 
 @pytest.fixture(scope="session")
