@@ -29,7 +29,7 @@ def leave() -> None:
 
 
 def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0, device: str = "cpu") -> str:
-    """Run `python -m module *arguments` in several processes and return their standard error.
+    """Run `python -m module *arguments` in several processes and return their output.
 
     Each process has its own interpreter, hence its own order of sets. `launch_forked` is faster.
 
@@ -46,7 +46,7 @@ def launch_forked(module: str, processes: int, *arguments: str, timeout: float =
 
 
 def _outputs(words: list[str], processes: int, variables: list[dict[str, str]], timeout: float, device: str) -> str:
-    """Run `python -m *words` once per set of variables and return their standard error."""
+    """Run `python -m *words` once per set of variables and return the output."""
     common = {
         **os.environ,
         "WORLD_SIZE": str(processes),
@@ -60,24 +60,24 @@ def _outputs(words: list[str], processes: int, variables: list[dict[str, str]], 
             [sys.executable, "-m", *words],
             cwd=ROOT,
             env={**common, **own},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
+            process_group=0,
         )
         for own in variables
     ]
     try:
-        errors = [process.communicate(timeout=timeout)[1] for process in running]
+        outputs = [process.communicate(timeout=timeout)[0] for process in running]
     finally:
         for process in running:
             with contextlib.suppress(ProcessLookupError):  # every process has ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if any(process.returncode for process in running):
-        ends = "\n".join(f"process {rank}: {text[-3000:]}" for rank, text in enumerate(errors))
+        ends = "\n".join(f"process {rank}: {text[-3000:]}" for rank, text in enumerate(outputs))
         raise RuntimeError(ends)
-    return "".join(errors)
+    return "".join(outputs)
 
 
 def train_in_turn(runs: Iterable[list[str]], processes: int = 2) -> None:

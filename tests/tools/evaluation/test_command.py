@@ -6,8 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +16,7 @@ import pytest
 import torch
 
 import eval as command
-from tests.cli.conftest import ROOT, environment
-from tests.parity.launch import free_port
+from tests.parity.launch import launch_forked
 from tools import convert_hf
 from tools.evaluation.open_model import checkpoint_hash, locate_model, open_model
 from tools.evaluation.options import evaluation_parser
@@ -337,23 +334,13 @@ def test_a_file_that_is_no_result(tmp_path, text, capsys):
 
 def test_two_processes_write_what_one_writes(trained_run, eval_data, evaluated, tmp_path):
     out = tmp_path / "results.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"),
-            *(str(ROOT / "eval.py"), str(trained_run), *BOTH, "--data-dir", str(eval_data), "--out", str(out)),
-        ],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=240,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = [str(trained_run), *BOTH, "--data-dir", str(eval_data), "--out", str(out)]
+    output = launch_forked("eval", 2, *words)
     one, two = read_results(evaluated[0]), read_results(out)
     for task, metrics in one["results"].items():
         for key, value in metrics.items():
             actual = two["results"][task][key]
             assert actual == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (task, key)
     assert one["task_hashes"] == two["task_hashes"]
-    assert done.stdout.count("SuperGLUE") == 1
+    assert output.count("SuperGLUE") == 1
     assert not (tmp_path / "answers").exists()

@@ -47,7 +47,7 @@ def requests_with_shared_parts(seed: int = 0) -> tuple[list[np.ndarray], list[np
         return draw.integers(0, VOCABULARY, draw.integers(low, high)).tolist()
 
     pairs: list[tuple[list[int], list[int]]] = []
-    for _ in range(3):
+    for _ in range(2):
         paragraph = some(20, 60)
         for _ in range(2):
             question = paragraph + some(1, 25)
