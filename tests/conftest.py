@@ -33,11 +33,13 @@ def runs_only_gpu_tests(paths: Sequence[str], marks: str) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPU from this process and its children, unless it runs only tests of a GPU.
+    """Set the environment of child processes: their startup, and no GPU, unless this process runs only tests of a GPU.
 
     One process cannot run both kinds: its first engine decides the device of DeepSpeed and of the process group.
     """
     config.addinivalue_line("markers", "gpu: runs on a GPU if there is one")
+    paths = [str(TESTS / "startup"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     gpu = runs_only_gpu_tests(config.args, config.option.markexpr)
     if gpu:
         import torch
