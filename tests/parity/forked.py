@@ -27,6 +27,7 @@ def start(rank: int, words: list[str]) -> int:
 
 def main(words: list[str]) -> int:
     """Run all ranks; return 1 if one failed, else 0."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise the import searches for a GPU
     gc.disable()
     for name in PRELOADED:

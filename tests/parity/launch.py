@@ -29,7 +29,7 @@ def leave() -> None:
 
 
 def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0, device: str = "cpu") -> str:
-    """Run `python -m module *arguments` in several processes and return their output.
+    """Run `python -m module *arguments` in several processes and return their standard error.
 
     Each process has its own interpreter, hence its own order of sets. `launch_forked` is faster.
 
@@ -41,12 +41,15 @@ def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0,
 
 
 def launch_forked(module: str, processes: int, *arguments: str, timeout: float = 600.0) -> str:
-    """Do the same as `launch` on the CPU, with processes that are forked after common imports. Raises as `launch`."""
+    """Do the same as `launch` on the CPU, with processes that are forked after common imports.
+
+    Return their standard output, too. Raises as `launch`.
+    """
     return _outputs(["tests.parity.forked", module, *arguments], processes, [{}], timeout, "cpu")
 
 
 def _outputs(words: list[str], processes: int, variables: list[dict[str, str]], timeout: float, device: str) -> str:
-    """Run `python -m *words` once per set of variables and return the output."""
+    """Run `python -m *words` once per set of variables and return the standard error."""
     common = {
         **os.environ,
         "WORLD_SIZE": str(processes),
@@ -60,24 +63,24 @@ def _outputs(words: list[str], processes: int, variables: list[dict[str, str]], 
             [sys.executable, "-m", *words],
             cwd=ROOT,
             env={**common, **own},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
             process_group=0,
         )
         for own in variables
     ]
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in running]
+        errors = [process.communicate(timeout=timeout)[1] for process in running]
     finally:
         for process in running:
             with contextlib.suppress(ProcessLookupError):  # every process has ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if any(process.returncode for process in running):
-        ends = "\n".join(f"process {rank}: {text[-3000:]}" for rank, text in enumerate(outputs))
+        ends = "\n".join(f"process {rank}: {text[-3000:]}" for rank, text in enumerate(errors))
         raise RuntimeError(ends)
-    return "".join(outputs)
+    return "".join(errors)
 
 
 def train_in_turn(runs: Iterable[list[str]], processes: int = 2) -> None:

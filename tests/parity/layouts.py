@@ -313,7 +313,7 @@ def cases(processes: int) -> list[LayoutCase]:
     selected = [LayoutCase("hybrid", name, layout) for name, layout in plain.items()]
     selected += [LayoutCase("attention", name, layouts[name], SHORT) for name in ATTENTION if name in layouts]
     selected += [
-        LayoutCase(model, name, layouts[name], MLM, masked=True)
+        LayoutCase(model, name, layouts[name], MLM if "pipeline" in name else {**MLM, **SHORT}, masked=True)
         for model, names in MASKED.items()
         for name in names
         if name in layouts
