@@ -16,6 +16,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import eval as evaluation
+from tests.cli.conftest import wait_for
 from tools.synthetic.command import synthetic_suite
 from tools.synthetic.experiment import Experiment, load_experiment, plan, sweeps
 from tools.synthetic.learning_curves import _draw_model, draw_curves
@@ -220,6 +221,19 @@ def test_interrupted_experiment_resumes(words: list[str], tmp_path: Path, capsys
     assert listed.splitlines()[2].split()[3:6] == ["2", "1", "1"]
 
 
+def workers_of(pid: int) -> list[str]:
+    """Return the process ids of the workers of a command."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [child for file in files for child in file.read_text().split()]
+    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def ignores_interrupts(pid: int) -> bool:
+    """Return whether the process ignores SIGINT, as the command does while it starts its workers."""
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
+
+
 def test_interrupt_during_start_prints_one_sentence(words: list[str]) -> None:
     """Ctrl-C reaches all processes while they import."""
     command = [sys.executable, "-u", "eval.py", "--suite", "mqar", *words, "devices=[cpu,cpu]", "seeds=[0,1]"]
@@ -230,7 +244,7 @@ def test_interrupt_during_start_prints_one_sentence(words: list[str]) -> None:
     assert process.stdout is not None
     while "runs to do" not in process.stdout.readline():
         assert process.poll() is None
-    time.sleep(1)
+    wait_for(lambda: len(workers_of(process.pid)) == 2 and not ignores_interrupts(process.pid), process)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 130
