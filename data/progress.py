@@ -14,7 +14,9 @@ SECONDS_BETWEEN_LINES = 10.0
 class ProgressBar(tqdm):
     """Show a tqdm bar on a terminal. Elsewhere print plain lines, without control characters. Arguments as tqdm's."""
 
-    disable: bool
+    # tqdm closes a bar whose __init__ was interrupted.
+    disable = True
+    _prints_lines = False
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self._last_line = time.monotonic()

@@ -38,3 +38,7 @@ def test_terminal_shows_a_bar() -> None:
     for _ in ProgressBar(range(3), desc="reading", file=out):
         pass
     assert out.getvalue().startswith("\rreading:   0%|")
+
+
+def test_bar_whose_start_was_interrupted_closes() -> None:
+    ProgressBar.__new__(ProgressBar).close()

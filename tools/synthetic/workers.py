@@ -285,13 +285,19 @@ def prepare_kernels(device: Any) -> None:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Start processes that ignore SIGINT (Ctrl-C) from the beginning; the parent handles it and ends its workers."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def without_interrupts() -> Iterator[None]:
+    """Start processes that never get SIGINT (Ctrl-C). This one gets it afterwards, and ends its workers."""
+    received: list[int] = []
+    # A process inherits the blocked signal. The handler is for this one, since another of its threads may get the signal.
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
@@ -307,7 +313,7 @@ def _worker_processes(
             arguments = (worker_end, device, graph, len(devices), checkpoint_folder, end)
             # Not a daemon, which could not start processes that generate examples.
             process = context.Process(target=_work, args=arguments)
-            with _without_interrupts():
+            with without_interrupts():
                 process.start()
             worker_end.close()
             workers[parent_end] = process

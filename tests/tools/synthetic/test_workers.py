@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +23,7 @@ from tools.synthetic.model_run import ModelRun
 from tools.synthetic.results import Line, Results, result_line
 from tools.synthetic.run_checkpoint import CheckpointStore, Evaluation, GroupState
 from tools.synthetic.training import train_together
-from tools.synthetic.workers import Group, groups_of, train_groups
+from tools.synthetic.workers import Group, groups_of, train_groups, without_interrupts
 
 Runs = Callable[..., list[Run]]
 QUICK = ("data.train_examples=128", "data.test_examples=64", "epochs=1")
@@ -260,3 +263,17 @@ def test_missing_device_gives_no_result(runs: Runs, tmp_path: Path) -> None:
     failed, _ = train([Group((run,), (run,))], results, ["cuda:98", "cuda:99"])
     assert failed == ["8x2 metala d=32 lr 0.005: ValueError: the device 'cuda:98' is not here: allowed are auto, cpu"]
     assert not results.lines
+
+
+def test_interrupt_while_processes_start_comes_afterwards_and_not_to_them() -> None:
+    program = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    outputs = []
+
+    def interrupted_start() -> None:
+        with without_interrupts():
+            os.kill(os.getpid(), signal.SIGINT)
+            outputs.append(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_start()
+    assert outputs == ["True\n"]
