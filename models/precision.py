@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -16,4 +18,13 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 def to_accumulation_dtype(x: Tensor) -> Tensor:
     """Return x in float32; float64 stays float64."""
-    return x.double() if x.is_floating_point() and x.element_size() == 8 else x.float()
+    return x.to(accumulation_dtype(x))
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context for sums of log decays, states and normalizers, which autocast would compute in 16 bits.
+
+    x: a tensor on the device of the computation.
+    """
+    device = "cuda" if x.is_meta else x.device.type  # autocast does not know "meta"
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...backend import disable_compile
+from ...precision import without_autocast
 from ...recompute import recomputed
 from ..chunks import cut, join, place_segments, walk
 from ..context_parallel import ShardMaps
@@ -46,7 +47,7 @@ def chunked_form(
     length = x.q.shape[1]
     if length == 0:
         return x.written, state
-    with _without_autocast(x.q):
+    with without_autocast(x.q):
         chunk, fits = plan_chunks(x.log_decay)
         bounds = None if cu_seqlens is None else [int(edge) for edge in cu_seqlens.tolist()]
         index, runs = place_segments(bounds, chunk, x.q.device)
@@ -74,11 +75,6 @@ class _Chunks:
     tail: Tensor
     total: Tensor
     added: Tensor | None
-
-
-def _without_autocast(x: Tensor) -> torch.autocast:
-    """Return a context without autocast, which would compute the sums of log decays in 16 bits. It does not know "meta"."""
-    return torch.autocast("cuda" if x.is_meta else x.device.type, enabled=False)
 
 
 def _cut(x: Operands, chunk: int, index: Tensor | None) -> Operands:

@@ -7,14 +7,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...precision import without_autocast
 from .select_kernel import Operands
 
 
 def recurrent_form(x: Operands, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return outputs and final states of the operator, one token after the other. state: [sequences, heads, dim_k, dim_v]."""
-    if cu_seqlens is None:
-        return _run(x, state, 0, x.q.shape[1])
-    results = [_run(x, state[s : s + 1], start, end) for s, (start, end) in enumerate(pairwise(cu_seqlens.tolist()))]
+    with without_autocast(x.q):
+        if cu_seqlens is None:
+            return _run(x, state, 0, x.q.shape[1])
+        bounds = pairwise(cu_seqlens.tolist())
+        results = [_run(x, state[s : s + 1], start, end) for s, (start, end) in enumerate(bounds)]
     outputs, finals = zip(*results, strict=True)
     return torch.cat(outputs, 1), torch.cat(finals)
 

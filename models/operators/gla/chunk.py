@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...backend import disable_compile, replaceable
+from ...precision import without_autocast
 from ..chunks import cut, join, place_segments, walk
 from ..cumulative_decay import pairwise_decay, sum_after
 from .chunk_matmul import matmul_form, spans_of
@@ -35,12 +36,13 @@ def chunk_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
         return v, state
     bounds = None if x.cu_seqlens is None else [int(edge) for edge in x.cu_seqlens.tolist()]
     chunk, fits_matmul_form = plan_chunks(log_decay)
-    if fits_matmul_form:
-        return matmul_form(q, k, v, log_decay, state, x.scale, spans_of(v, bounds), chunk)
-    index, runs = place_segments(bounds, chunk, v.device)
-    q, k, values, log_decay = (cut(tensor.to(state.dtype), chunk, index) for tensor in x[:4])
-    o, state = _pairwise(q * x.scale, k, values, log_decay, state, runs)
-    return join(o, length, index).to(v.dtype), state
+    with without_autocast(v):
+        if fits_matmul_form:
+            return matmul_form(q, k, v, log_decay, state, x.scale, spans_of(v, bounds), chunk)
+        index, runs = place_segments(bounds, chunk, v.device)
+        q, k, values, log_decay = (cut(tensor.to(state.dtype), chunk, index) for tensor in x[:4])
+        o, state = _pairwise(q * x.scale, k, values, log_decay, state, runs)
+        return join(o, length, index).to(v.dtype), state
 
 
 def _pairwise(

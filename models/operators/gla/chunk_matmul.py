@@ -15,9 +15,8 @@ sequence. The backward pass runs in the reverse order and recomputes Q, K and A 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...precision import accumulation_dtype
+from ...precision import accumulation_dtype, without_autocast
 
 # Elements of v per tile on a CPU: 2^19 float32 are 2 MiB. Measured; smaller tiles spend more time in calls.
 _TILE_ELEMENTS = 1 << 19
@@ -52,20 +51,8 @@ def matmul_form(
     return _MatmulForm.apply(q, k, v, log_decay, state, scale, spans, chunk)
 
 
-def _without_autocast(function: Callable[..., Any]) -> Any:
-    """Decorate a function to run without autocast: it computes sums of log decays by matmuls, and factors above float16."""
-
-    @wraps(function)
-    def run(ctx: Any, x: Tensor, *rest: Any) -> Any:
-        with torch.autocast(x.device.type, enabled=False):
-            return function(ctx, x, *rest)
-
-    return run
-
-
 class _MatmulForm(torch.autograd.Function):
     @staticmethod
-    @_without_autocast
     def forward(
         ctx: Any,
         q: Tensor,
@@ -101,48 +88,53 @@ class _MatmulForm(torch.autograd.Function):
         return o, final
 
     @staticmethod
-    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_decay, *starts = ctx.saved_tensors
-        d_q, d_k, d_v, d_g = (torch.empty_like(x) for x in (q, k, v, log_decay))
-        d_initial = d_final.clone()
-        for span in reversed(ctx.spans):
-            d_s = d_initial[span.sequences]
-            for tile in reversed(list(_tiles(span, v, ctx.chunk))):
-                states = starts.pop()
-                x = _Inputs(q[tile], k[tile], v[tile], log_decay[tile], ctx.scale, ctx.chunk)
-                d_out = _cut(d_o[tile], ctx.chunk, x.v.dtype)
-                from_start, to_end, total = (_column(y) for y in (x.from_start, x.to_end, x.total))
+        with without_autocast(d_o):
+            return _gradients(ctx, d_o, d_final)
 
-                d_scores = torch.matmul(d_out, x.v.transpose(-1, -2)).tril_()
-                d_qs = torch.matmul(d_scores, x.k)
-                d_qs += torch.matmul(d_out, (states[:, :, :-1] * from_start).transpose(-1, -2))
-                _join(d_q[tile], d_qs * x.growth * ctx.scale)
-                if not any(ctx.needs_input_grad[1:]):  # in the scans of `models.operators.lion.scans`
-                    continue
 
-                d_p = torch.matmul(x.q.transpose(-1, -2), d_out)
-                d_p *= from_start
-                d_next = torch.empty_like(d_p)
-                for n in reversed(range(d_p.shape[2])):
-                    d_next[:, :, n] = d_s
-                    d_s.mul_(total[:, :, n]).add_(d_p[:, :, n])
-                d_total = (states[:, :, 1:] * d_next).sum(-1)
-                d_u = d_next.mul_(to_end)
+def _gradients(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the backward pass of `_MatmulForm`."""
+    q, k, v, log_decay, *starts = ctx.saved_tensors
+    d_q, d_k, d_v, d_g = (torch.empty_like(x) for x in (q, k, v, log_decay))
+    d_initial = d_final.clone()
+    for span in reversed(ctx.spans):
+        d_s = d_initial[span.sequences]
+        for tile in reversed(list(_tiles(span, v, ctx.chunk))):
+            states = starts.pop()
+            x = _Inputs(q[tile], k[tile], v[tile], log_decay[tile], ctx.scale, ctx.chunk)
+            d_out = _cut(d_o[tile], ctx.chunk, x.v.dtype)
+            from_start, to_end, total = (_column(y) for y in (x.from_start, x.to_end, x.total))
 
-                d_ks = torch.matmul(d_scores.transpose(-1, -2), x.q)
-                d_ks += torch.matmul(x.v, d_u.transpose(-1, -2))
-                d_vs = torch.matmul(x.scores().transpose(-1, -2), d_out)
-                d_vs += torch.matmul(x.k, d_u)
-                _join(d_v[tile], d_vs)
+            d_scores = torch.matmul(d_out, x.v.transpose(-1, -2)).tril_()
+            d_qs = torch.matmul(d_scores, x.k)
+            d_qs += torch.matmul(d_out, (states[:, :, :-1] * from_start).transpose(-1, -2))
+            _join(d_q[tile], d_qs * x.growth * ctx.scale)
+            if not any(ctx.needs_input_grad[1:]):  # in the scans of `models.operators.lion.scans`
+                continue
 
-                d_b = d_qs.mul_(x.q)
-                d_b.addcmul_(d_ks, x.k, value=-1)
-                d_b[:, :, :, -1] += d_total
-                _join(d_g[tile], torch.matmul(_ones(d_b).t(), d_b))
-                _join(d_k[tile], d_ks.div_(x.growth))
-        return d_q, d_k, d_v, d_g, d_initial, None, None, None
+            d_p = torch.matmul(x.q.transpose(-1, -2), d_out)
+            d_p *= from_start
+            d_next = torch.empty_like(d_p)
+            for n in reversed(range(d_p.shape[2])):
+                d_next[:, :, n] = d_s
+                d_s.mul_(total[:, :, n]).add_(d_p[:, :, n])
+            d_total = (states[:, :, 1:] * d_next).sum(-1)
+            d_u = d_next.mul_(to_end)
+
+            d_ks = torch.matmul(d_scores.transpose(-1, -2), x.q)
+            d_ks += torch.matmul(x.v, d_u.transpose(-1, -2))
+            d_vs = torch.matmul(x.scores().transpose(-1, -2), d_out)
+            d_vs += torch.matmul(x.k, d_u)
+            _join(d_v[tile], d_vs)
+
+            d_b = d_qs.mul_(x.q)
+            d_b.addcmul_(d_ks, x.k, value=-1)
+            d_b[:, :, :, -1] += d_total
+            _join(d_g[tile], torch.matmul(_ones(d_b).t(), d_b))
+            _join(d_k[tile], d_ks.div_(x.growth))
+    return d_q, d_k, d_v, d_g, d_initial, None, None, None
 
 
 class _Inputs:

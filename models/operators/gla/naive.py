@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...precision import without_autocast
 from ..cumulative_decay import pairwise_decay, sum_after
 from .select_kernel import GLAArguments, initial
 
@@ -30,13 +31,14 @@ def _each_sequence(form: Callable[..., tuple[Tensor, Tensor]], x: GLAArguments) 
     state = initial(x)
     q, k, v, log_decay = (tensor.to(state.dtype) for tensor in x[:4])
     q = q * x.scale
-    if x.cu_seqlens is None:
-        o, final_state = form(q, k, v, log_decay, state)
-        return o.to(x.v.dtype), final_state
-    results = [
-        form(*(tensor[:, start:end] for tensor in (q, k, v, log_decay)), state[s : s + 1])
-        for s, (start, end) in enumerate(pairwise(x.cu_seqlens.tolist()))
-    ]
+    with without_autocast(q):
+        if x.cu_seqlens is None:
+            o, final_state = form(q, k, v, log_decay, state)
+            return o.to(x.v.dtype), final_state
+        results = [
+            form(*(tensor[:, start:end] for tensor in (q, k, v, log_decay)), state[s : s + 1])
+            for s, (start, end) in enumerate(pairwise(x.cu_seqlens.tolist()))
+        ]
     outputs, finals = zip(*results, strict=True)
     return torch.cat(outputs, 1).to(x.v.dtype), torch.cat(finals)
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...backend import SIXTEEN_BITS, available, on_cuda
-from ...precision import NORMALIZER_EPS, to_accumulation_dtype
+from ...precision import NORMALIZER_EPS, to_accumulation_dtype, without_autocast
 from ..context_parallel import ContextParallelGroup, context_parallel_group, from_previous_rank, shard_segments
 from ..gla.normalized import float16_scale
 from ..varlen import check_cu_seqlens, without_padding
@@ -191,12 +191,13 @@ def _local(x: _Arguments) -> Tensor:
     q, k, v = heads_first(x.q), heads_first(x.k), with_ones_column(x.v, x.normalized)
     if x.mask is not None:
         q, k = (y.masked_fill(~x.mask[:, None, :, None], 0.0) for y in (q, k))
-    if form == "recurrent":
-        o = recurrent(q, k, v, forward, backward, segments, x.per_value_channel)
-    else:
-        length = q.shape[2]
-        size = length if form == "parallel" else chunk_size(length, forward)
-        o = chunked(q, k, v, forward, backward, segments, max(size, 1), x.per_value_channel)
+    with without_autocast(q):
+        if form == "recurrent":
+            o = recurrent(q, k, v, forward, backward, segments, x.per_value_channel)
+        else:
+            length = q.shape[2]
+            size = length if form == "parallel" else chunk_size(length, forward)
+            o = chunked(q, k, v, forward, backward, segments, max(size, 1), x.per_value_channel)
     if x.normalized:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
     return x.to_output_dtype(o.transpose(1, 2))

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...backend import disable_compile, is_supported
+from ...precision import without_autocast
 from ..gla.gated_linear_attention import local_gated_linear_attention
 from ..gla.select_kernel import GLAArguments, supports_triton
 from ..varlen import check_packed
@@ -109,7 +110,7 @@ class _ScanPerValueChannel(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, log_decay, cu_seqlens)
         ctx.scale = scale
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), without_autocast(v):
             # Autograd refuses inference tensors, but not their copies.
             q, k, v, log_decay = (x.clone() if x.is_inference() else x.detach() for x in (q, k, v, log_decay))
             query = torch.zeros_like(v, requires_grad=True)
@@ -119,7 +120,7 @@ class _ScanPerValueChannel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, cu_seqlens = ctx.saved_tensors
-        with torch.enable_grad():
+        with torch.enable_grad(), without_autocast(dy):
             leaves = [x.detach().requires_grad_() for x in (k, v, log_decay)]
             dq = _scan(dy, leaves[1], leaves[0], leaves[2], ctx.scale, cu_seqlens)
-        return (dq.detach(), *torch.autograd.grad(dq, leaves, q), None, None)
+            return (dq.detach(), *torch.autograd.grad(dq, leaves, q), None, None)

@@ -67,6 +67,17 @@ def both_forms(arguments: Arguments, state: Tensor | None = None, cu_seqlens: Te
     return [form(x, state, cu_seqlens) for form in (recurrent_form, chunked_form)]
 
 
+@every_variant
+def test_states_stay_float32_under_autocast(variant: str) -> None:
+    arguments = {name: None if x is None else x.float() for name, x in draw(70, variant).items()}
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            results.append([tensor for form in both_forms(arguments) for tensor in form])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
 def reference_loops(operator: str) -> ModuleType:
     """Return `fla.ops.<operator>.naive`. The package itself needs Triton, and this file of it does not."""
     pytest.importorskip("einops")

@@ -248,6 +248,26 @@ def test_sums_of_decays_stay_float32_under_autocast(dtype, decay):
 
 
 @pytest.mark.parametrize("form", ["recurrent", *FORMS])
+@pytest.mark.parametrize("scalar", [False, True])
+@pytest.mark.parametrize("decay", [0.05, 60.0])
+def test_states_stay_float32_under_autocast(form, scalar, decay):
+    q, k, v, g, state = inputs(70, decay, scalar=scalar, dtype=torch.float32)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            results.append(gated_linear_attention(q, k, v, g, initial_state=state, form=form))
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_sum_above_the_range_of_float16_stays_finite_under_autocast():
+    ones = torch.ones(1, 1000, 1, 4)
+    with torch.autocast("cpu", dtype=torch.float16):
+        o, _ = gated_linear_attention(ones, 100 * ones, ones, torch.zeros(1, 1000, 1, 1))
+    assert torch.equal(o[:, -1], torch.full((1, 1, 4), 4e5))
+
+
+@pytest.mark.parametrize("form", ["recurrent", *FORMS])
 def test_empty_sequence_returns_its_state(form):
     q, k, v, g, s = inputs(0, 0.1)
     o, final = gated_linear_attention(q, k, v, g, initial_state=s, form=form)

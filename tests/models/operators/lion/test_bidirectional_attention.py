@@ -71,6 +71,18 @@ def test_forms_equal_the_formula(form: str, convention: str, normalized: bool, v
     torch.testing.assert_close(y, formula(q, k, v, decay, normalized, convention), rtol=1e-10, atol=1e-12)
 
 
+@each_form
+@pytest.mark.parametrize("per_value_channel", [False, True])
+def test_normalizers_stay_float32_under_autocast(form: str, vector: bool, per_value_channel: bool) -> None:
+    q, k, v, decay = inputs(length=70, v=5, vector=vector, dtype=torch.float32)
+    decay = decay.expand_as(v) if per_value_channel else decay
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            results.append(attend(q, k, v, decay, form=form, per_value_channel=per_value_channel))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize(
     ("form", "convention"), [*itertools.product(PLAIN, CONVENTIONS), ("scans", "eq17"), ("auto", "eq17")]
 )
