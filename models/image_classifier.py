@@ -16,6 +16,7 @@ from .block import Block
 from .config import ModelConfig
 from .layers.norm import Norm
 from .layers.projections import init_normal, init_std, linear
+from .precision import to_accumulation_dtype
 
 
 class PatchEmbedding(nn.Module):
@@ -176,7 +177,7 @@ class ClassificationHead(nn.Module):
         pooled = hidden.mean(1) if self._mean else hidden[:, -1]
         out = F.linear(pooled, self.weight, self.bias)
         if labels is not None:
-            logits = out if out.dtype == torch.float64 else out.float()
+            logits = to_accumulation_dtype(out)
             weight = torch.ones_like(labels, dtype=logits.dtype) if loss_weight is None else loss_weight
             if weight.shape != labels.shape:
                 raise ValueError(f"loss_weight {list(weight.shape)}: expected {list(labels.shape)}, one per image")

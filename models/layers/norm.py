@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..backend import is_supported
 from ..options import ModelShape
+from ..precision import to_accumulation_dtype
 from ..recompute import recomputable
 
 # The most channels per row that one program of the kernel can hold.
@@ -59,7 +60,7 @@ class Norm(nn.Module):
 def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
     if centred:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    accumulated = x if x.dtype == torch.float64 else x.float()  # an export of softmax attention has no precision.py
+    accumulated = to_accumulation_dtype(x)
     y = accumulated * torch.rsqrt(accumulated.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight

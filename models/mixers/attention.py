@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state
 from ..operators.dot_product import (
+    DotProduct,
     attention_over_ranks,
     dot_product,
     for_each_query_head,
@@ -24,6 +24,7 @@ from ..operators.dot_product import (
 from ..operators.rotary import Yarn, check_pairs, check_yarn, rotary, rotate
 from ..operators.varlen import check_packed, segment_starts
 from ..options import ModelShape, option, require_at_least, require_divisor
+from ..precision import accumulation_dtype
 from ..recompute import recomputable
 
 _KEY = "model.mixer_options.attention"
@@ -136,7 +137,7 @@ class Attention(nn.Module):
         self.out_proj = linear(config, q_size, size, bias=options.bias, output=True)
         self.project_inputs: FusedProjections = apply_each
         # An attribute, so that a trainer can replace it.
-        self.dot_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, int | None], Tensor] = dot_product
+        self.dot_product: DotProduct = dot_product
         self._q_size, self._norm_eps = q_size, config.norm_eps
         self._matmuls = size * ((3 if options.output_gate else 2) * q_size + 2 * kv_size)
 
@@ -211,7 +212,8 @@ class Attention(nn.Module):
 
     def _rotate(self, position: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs [batch, length, heads, head_dim] rotated by their positions [batch, length]."""
-        cos, sin = rotary(position, self.rotary_dim, self.options.rotary_base, self.options.yarn)
+        dtype = accumulation_dtype(inputs[0])
+        cos, sin = rotary(position, self.rotary_dim, self.options.rotary_base, dtype, self.options.yarn)
         return tuple(rotate(x, cos, sin) for x in inputs)
 
     def _over_ranks(
@@ -234,16 +236,9 @@ class Attention(nn.Module):
                 segment, _ = segment_starts(cu_seqlens, length * group.count)
                 position = position - F.pad(position + 1, (1, 0))[:, cu_seqlens[:-1].long()][:, segment]
             q, k = self._rotate(position[:, group.index * length : (group.index + 1) * length], q, k)
+        causal, implementation = self.options.causal, self.dot_product
         return attention_over_ranks(
-            group,
-            q,
-            k,
-            v,
-            real,
-            cu_seqlens,
-            causal=self.options.causal,
-            window=self.window,
-            implementation=self.dot_product,
+            group, q, k, v, real, cu_seqlens, causal=causal, window=self.window, implementation=implementation
         )
 
     def _packed(

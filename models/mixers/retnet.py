@@ -96,7 +96,7 @@ class RetNet(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         position, end = token_positions(x, mask, cu_seqlens, state.get("position"))
         dtype = accumulation_dtype(q)
-        cos, sin = rotary(position, self.head_dim_k, self.options.rotary_base, dtype=dtype)
+        cos, sin = rotary(position, self.head_dim_k, self.options.rotary_base, dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         log_decay = torch.log1p(-torch.exp2(-5 - self.head_index.to(dtype)))[:, None].expand(*q.shape[:3], 1)
         log_decay, k = without_padding(mask, log_decay, k)

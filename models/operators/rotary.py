@@ -90,9 +90,12 @@ def check_pairs(rotary_pct: float, head_dim: int) -> None:
 
 
 def rotary(
-    position: Tensor, dim: int, base: float, yarn: Yarn | None = None, *, dtype: torch.dtype = torch.float32
+    position: Tensor, dim: int, base: float, dtype: torch.dtype, yarn: Yarn | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, [batch, length, 1, dim / 2], for position [batch, length]. With YaRN they are scaled."""
+    """Return cos and sin, [batch, length, 1, dim / 2] in `dtype`, for position [batch, length]. With YaRN they are scaled.
+
+    dtype: float32 or float64. The angles are computed in it too; 16 bits cannot count the positions.
+    """
     frequency = base ** (-torch.arange(0, dim, 2, dtype=dtype, device=position.device) / dim)
     if yarn is not None:
         frequency = yarn.frequencies(frequency, base)
