@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backend import cpu_kernel, is_supported, on_cuda
-from ..precision import accumulation_dtype
+from ..precision import accumulation_dtype, to_accumulation_dtype
 
 IGNORED_LABEL = -100
 
@@ -103,6 +103,30 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
 _CHUNK_ELEMENTS = (1 << 22, 1 << 28)
 
 
+class _Kernels(NamedTuple):
+    """Hold the functions that compute with a chunk of logits [rows, vocab].
+
+    row_statistics, gradient_in_place, add_matmul, scaled: as those of `models.kernels.cross_entropy`.
+    """
+
+    row_statistics: Callable[..., tuple[Tensor, Tensor | None, Tensor, Tensor]]
+    gradient_in_place: Callable[..., None]
+    add_matmul: Callable[..., None]
+    scaled: Callable[..., Tensor]
+
+
+def _select_kernels(hidden: Tensor, weight: Tensor) -> _Kernels:
+    """Return the functions that run. This is the only place that decides."""
+    if is_supported(hidden):
+        from ..kernels.cross_entropy import add_matmul, gradient_in_place, row_statistics, scaled
+
+        return _Kernels(row_statistics, gradient_in_place, add_matmul, scaled)
+    native = cpu_kernel("cross_entropy")
+    if native is not None and native.supports_cross_entropy(hidden, weight):
+        return _Kernels(native.row_statistics, native.gradient_in_place, _add_matmul, _scaled)
+    return _Kernels(_row_statistics, _gradient_in_place, _add_matmul, _scaled)
+
+
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -126,91 +150,38 @@ class _CrossEntropySum(torch.autograd.Function):
         # batch, would underflow float16 before the loss scale is applied.
         unit = weights.abs().amax() if len(weights) else total
         unit = torch.where(unit == 0, 1.0, unit)
-        logits_buffer = hidden.new_empty(min(chunk, len(hidden)), len(weight))
-        kernels = True
-        ctx.triton = is_supported(hidden)
-        if ctx.triton:
-            from ..kernels.cross_entropy import add_matmul, gradient_in_place, row_statistics
-        elif (native := cpu_kernel("cross_entropy")) is not None and native.supports_cross_entropy(hidden, weight):
-            add_matmul, gradient_in_place = native.add_matmul, native.gradient_in_place
-            row_statistics = native.row_statistics
-        else:
-            kernels = False
+        kernels = _select_kernels(hidden, weight)
         # The kernels read consecutive addresses.
-        bias = bias.contiguous() if kernels and bias is not None else bias
-        # One buffer if both have one dtype; the kernels need no second one.
-        shared = kernels or logits_buffer.dtype == weights.dtype
-        softmax_buffer = logits_buffer if shared else torch.empty_like(logits_buffer, dtype=weights.dtype)
+        bias = None if bias is None else bias.contiguous()
+        buffer = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            label, token_weight = labels[rows, None], weights[rows, None]
+            token_weight = weights[rows]
             # A token of weight 0 must not reach the sum when it is not finite: 0 * inf is nan.
-            x = hidden[rows].masked_fill(token_weight == 0, 0.0)
-            logits, p = logits_buffer[: len(x)], softmax_buffer[: len(x)]
+            x = hidden[rows].masked_fill(token_weight[:, None] == 0, 0.0)
+            logits = buffer[: len(x)]
             torch.mm(x, weight.t(), out=logits)
-            local: Tensor | None = None
-            if vocabulary is not None:
-                label = label - vocabulary.index * len(weight)
-                local = (label >= 0) & (label < len(weight))
-                label = label.masked_fill(~local, 0)
-            best: Tensor | None = None
-            if kernels:
-                highest, first, *others = row_statistics(logits, bias, label.squeeze(-1), num_correct is not None)
-                largest, mass, chosen = (y[:, None] for y in (highest, *others))
-                best = None if first is None else first[:, None]
-            else:
-                p.copy_(logits)
-                if bias is not None:
-                    p += bias
-                if num_correct is None:
-                    largest = p.amax(-1, keepdim=True)
-                else:
-                    largest, best = p.max(-1, keepdim=True)
-                chosen = p.gather(-1, label)
-                mass = p.sub_(largest).exp_().sum(-1, keepdim=True)
-            correct: Tensor | None = None
-            if num_correct is not None and best is not None:
-                correct = best == label if local is None else (best == label) & local
-            local_largest = largest
-            if vocabulary is not None and local is not None:
-                # largest and mass are those of this part: combine them over all parts.
-                columns = [largest, mass, chosen.masked_fill(~local, 0.0)]
-                if correct is not None:
-                    columns.append(correct.to(mass.dtype))
-                parts = vocabulary.gather(torch.cat(columns, -1))
-                largest, winner = parts[..., :1].max(0)
-                mass = (parts[..., 1:2] * (parts[..., :1] - largest).exp()).sum(0)
-                chosen = parts[..., 2:3].sum(0)
-                if correct is not None:
-                    correct = parts[..., 3:].gather(0, winner[None])[0] > 0
-            log_sum = mass.log() + largest
+            label = labels[rows] if vocabulary is None else _local_labels(labels[rows], vocabulary, len(weight))
+            log_sum, chosen, correct = _over_vocabulary(
+                vocabulary, label, *kernels.row_statistics(logits, bias, label.clamp_min(0), num_correct is not None)
+            )
             nll = log_sum - chosen
             total += (nll * token_weight).sum()
             if num_correct is not None and correct is not None:
                 num_correct += (token_weight * correct).sum()
             if every_nll is not None:
-                every_nll[rows] = nll.squeeze(-1).masked_fill(weights[rows] == 0, 0.0)
+                every_nll[rows] = nll.masked_fill(token_weight == 0, 0.0)
             if d_hidden is None and d_weight is None and d_bias is None:
                 continue
-            token_weight = token_weight / unit
-            if kernels:
-                local_label = label if local is None else label.masked_fill(~local, -1)
-                gradient_in_place(logits, bias, *(y.squeeze(-1) for y in (local_label, log_sum, token_weight)))
-            else:
-                p.mul_(token_weight * (local_largest - largest).exp() / mass)
-                p.scatter_add_(-1, label, -token_weight if local is None else -token_weight * local)
-                logits.copy_(p)
+            kernels.gradient_in_place(logits, bias, label, log_sum, token_weight / unit)
             if d_bias is not None:
-                d_bias += p.sum(0, dtype=d_bias.dtype)
+                d_bias += logits.sum(0, dtype=d_bias.dtype)
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[rows])
             if d_weight is not None:
-                if kernels:
-                    add_matmul(d_weight, logits.t(), x)
-                else:
-                    d_weight += logits.t() @ x
+                kernels.add_matmul(d_weight, logits.t(), x)
         ctx.save_for_backward(d_hidden, d_weight, d_bias, unit, every_nll)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.scaled = weight.dtype, kernels.scaled
         return total
 
     @staticmethod
@@ -218,16 +189,70 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias, unit, every_nll = ctx.saved_tensors
         factor = grad * unit
-        scale: Callable[..., Tensor] = _scaled
-        if ctx.triton:
-            from ..kernels.cross_entropy import scaled as scale
         if d_hidden is not None:
-            d_hidden = scale(d_hidden, factor, d_hidden.dtype)
+            d_hidden = ctx.scaled(d_hidden, factor, d_hidden.dtype)
         if d_weight is not None:
-            d_weight = scale(d_weight, factor, ctx.weight_dtype)
+            d_weight = ctx.scaled(d_weight, factor, ctx.weight_dtype)
         if d_bias is not None:
             d_bias = (d_bias * factor).to(ctx.weight_dtype)
         return d_hidden, d_weight, d_bias, None, None if every_nll is None else grad * every_nll, *[None] * 3
+
+
+def _local_labels(label: Tensor, vocabulary: VocabularyPart, rows: int) -> Tensor:
+    """Return the labels as rows of this part of the vocabulary, -1 for labels of other parts."""
+    local = label - vocabulary.index * rows
+    return local.masked_fill((local < 0) | (local >= rows), -1)
+
+
+def _over_vocabulary(
+    vocabulary: VocabularyPart | None, label: Tensor, largest: Tensor, best: Tensor | None, mass: Tensor, chosen: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return logsumexp(z), z[label] and whether the prediction is the label (None without `best`), for each row of logits z.
+
+    label: row of this part, -1 for a label of another part. The others: `row_statistics` of this part. All are [rows].
+    """
+    correct = None if best is None else best == label
+    if vocabulary is not None:
+        columns = [largest, mass, chosen.masked_fill(label < 0, 0.0)]
+        if correct is not None:
+            columns.append(correct.to(mass.dtype))
+        parts = vocabulary.gather(torch.stack(columns, -1))
+        largest, winner = parts[..., 0].max(0)
+        mass = (parts[..., 1] * (parts[..., 0] - largest).exp()).sum(0)
+        chosen = parts[..., 2].sum(0)
+        if correct is not None:
+            correct = parts[..., 3].gather(0, winner[None])[0] > 0
+    return mass.log() + largest, chosen, correct
+
+
+def _row_statistics(
+    logits: Tensor, bias: Tensor | None, label: Tensor, first: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Compute `models.kernels.cross_entropy.row_statistics` in PyTorch."""
+    z = _with_bias(logits, bias)
+    best = None
+    if first:
+        largest, best = z.max(-1)
+    else:
+        largest = z.amax(-1)
+    mass = (z - largest[:, None]).exp_().sum(-1)
+    return largest, best, mass, z.gather(-1, label[:, None]).squeeze(-1)
+
+
+def _gradient_in_place(logits: Tensor, bias: Tensor | None, label: Tensor, log_sum: Tensor, weight: Tensor) -> None:
+    """Compute `models.kernels.cross_entropy.gradient_in_place` in PyTorch."""
+    p = (_with_bias(logits, bias) - log_sum[:, None]).exp_()
+    p.scatter_add_(-1, label.clamp_min(0)[:, None], -(label >= 0).to(p.dtype)[:, None])
+    logits.copy_(p.mul_(weight[:, None]))
+
+
+def _with_bias(logits: Tensor, bias: Tensor | None) -> Tensor:
+    z = to_accumulation_dtype(logits)
+    return z if bias is None else z + bias
+
+
+def _add_matmul(total: Tensor, x: Tensor, y: Tensor) -> None:
+    total += x @ y
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -36,8 +36,3 @@ def gradient_in_place(logits: Tensor, bias: Tensor | None, label: Tensor, log_su
     bias = None if bias is None else bias.float()
     rows = [x.contiguous() for x in (label, log_sum, weight)]
     run(shared_object("cross_entropy", logits.dtype), "gradient", logits, bias, *rows, *logits.shape)
-
-
-def add_matmul(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add the matmul x y to total in place."""
-    total += x @ y
