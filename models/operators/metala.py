@@ -41,8 +41,8 @@ def metala(
 ) -> tuple[Tensor, Tensor]:
     """Return the output before its projection, [batch, length, heads * head_dim_v] in v's dtype, and the final state.
 
-    q, a: [batch, length, heads, head_dim_k]; k: the same, or None for 1 - exp(g). aug_weight and gate as in
-    `metala_epilogue`; the other arguments and the errors as in
+    q, a: [batch, length, heads, head_dim_k]; k: the same, or None for 1 - exp(g). aug_weight, gate and their errors as in
+    `metala_epilogue`; the other arguments and errors as in
     `models.operators.gla.gated_linear_attention.gated_linear_attention`.
     mask: [batch, length] bool, True for real tokens. One fused kernel computes all three steps where it is supported.
     fp8_output: that kernel writes only FP8 rows of the output, one per token. Its 16-bit numbers read as NaN.
@@ -50,6 +50,7 @@ def metala(
     # The fused kernel computes whole sequences without padding.
     if k is None and mask is None and aug_weight is not None and context_parallel_group() is None:
         check_shapes(GLAArguments(q, a, v, a, scale, initial_state, cu_seqlens))
+        _check_epilogue(q, v, aug_weight, gate)
         core = _select_core(q, a, v, aug_weight, gate, fp8_output)
         if core is not None:
             return core(q, a, v, aug_weight, gate, scale, initial_state, cu_seqlens)
@@ -107,8 +108,10 @@ def metala_epilogue(
     o, v: [batch, length, heads, head_dim_v]; q, k: [batch, length, heads, head_dim_k]; aug_weight: [heads * head_dim_k]
     or None for no self-augmentation; gate: [batch, length, heads * head_dim_v] before its activation.
     form: "reference", "triton", or "auto": the kernels on CUDA where Triton is installed.
-    Returns [batch, length, heads * head_dim_v] in o's dtype. Raises ValueError for an unknown form.
+    Returns [batch, length, heads * head_dim_v] in o's dtype. Raises ValueError for an unknown form, and for an aug_weight or a
+    gate of another shape.
     """
+    _check_epilogue(q, v, aug_weight, gate)
     if form not in ("auto", "reference", "triton"):
         raise ValueError(f"form {form!r}: allowed are auto, reference, triton")
     if form == "auto":
@@ -119,6 +122,20 @@ def metala_epilogue(
     y = compute(o, q, k, v, aug_weight, gate, eps)
     recomputable(y, compute, o, q, k, v, aug_weight, gate, eps)
     return y
+
+
+def _check_epilogue(q: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor) -> None:
+    # The kernels do not check: they would read other memory where PyTorch repeats a smaller tensor.
+    batch, length, heads, head_dim_v = v.shape
+    if gate.shape != (batch, length, heads * head_dim_v):
+        raise ValueError(
+            f"gate {list(gate.shape)}: expected [batch, length, heads * head_dim_v] = {[batch, length, heads * head_dim_v]}"
+        )
+    if aug_weight is not None and aug_weight.shape != (heads * q.shape[-1],):
+        raise ValueError(
+            f"aug_weight {list(aug_weight.shape)}: expected [heads * head_dim_k] = {[heads * q.shape[-1]]}, or None for no "
+            "self-augmentation"
+        )
 
 
 def epilogue_reference(

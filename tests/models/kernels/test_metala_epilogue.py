@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.operators.metala import metala_epilogue
+from models.operators.metala import metala, metala_epilogue
 from tests.models.kernels.conftest import Replace, apart
 
 SHAPES = [
@@ -75,6 +77,24 @@ def test_kernels_equal_the_reference(
     assert len(actual) == len(expected) == (7 if augment else 3)
     for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
         assert ((x.double() - y).norm() / y.norm()).item() < 1e-5, i
+
+
+@pytest.mark.parametrize("dim", [4, 16])
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("gate", lambda gate: gate[:, :1], r"gate \[2, 1, {0}\]: expected .* = \[2, 3, {0}\]"),
+        ("aug_weight", lambda weight: weight[:1], r"aug_weight \[1\]: expected .* = \[{0}\]"),
+    ],
+)
+def test_shapes_that_pytorch_would_repeat_are_refused(dim: int, name: str, change: Any, words: str) -> None:
+    """Test heads of 4 channels, which PyTorch computes, and of 16, which the C++ kernel computes."""
+    o, q, k, v, weight, gate = (None if x is None else x.float() for x in inputs((2, 3, 2, dim, dim), True))
+    arguments = {"aug_weight": weight, "gate": gate}
+    arguments[name] = change(arguments[name])
+    for function, given in ((metala_epilogue, (o, q, k, v)), (metala, (q, k, v))):
+        with pytest.raises(ValueError, match=words.format(2 * dim)):
+            function(*given, **arguments)
 
 
 def test_unknown_form_is_named() -> None:
