@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
-from ..operators.gla.gated_linear_attention import flops_per_head
+from ..operators.gla.gated_linear_attention import flops_per_head, no_decay
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
+from ..operators.varlen import without_padding
 from ..options import ModelShape, option, require_at_least
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 
@@ -101,13 +102,12 @@ class LinearAttention(nn.Module):
         if o is not None:
             return self.out_proj(o.flatten(-2))
         q, k = (_features(to_accumulation_dtype(t), self.options.feature_map).to(v.dtype) for t in (q, k))
-        if mask is not None:
-            k = k.masked_fill(~mask[:, :, None, None], 0.0)
+        (k,) = without_padding(mask, k)
         num, den, new_state["recurrent"] = linear_attention_with_normalizer(
             q,
             k,
             v,
-            to_accumulation_dtype(q).new_zeros(()).expand(*q.shape[:3], 1),
+            no_decay(q),
             weight=self.head_dim_k if self.options.feature_map == "elu" else 1,
             initial_state=recurrent,
             cu_seqlens=cu_seqlens,

@@ -20,7 +20,7 @@ from ..layers.projections import (
     init_std,
     linear,
 )
-from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention, no_decay
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
 from ..operators.lion.feature_map import NORMALIZED, feature_map
@@ -277,10 +277,8 @@ class Lion(nn.Module):
         initial_state: Tensor | None,
         return_state: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_decay = (
-            to_accumulation_dtype(q).new_zeros(()).expand(q.shape[:3]) if logits is None else F.logsigmoid(logits)
-        )
-        log_decay = log_decay if self._per_channel else log_decay.unsqueeze(-1)
+        log_decay = no_decay(q) if logits is None else F.logsigmoid(logits)
+        log_decay = log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1)
         log_decay, k = without_padding(mask, log_decay, k)
         short = None
         if self.input_gate is None and not self._per_channel:

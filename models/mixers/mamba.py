@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..layers.projections import init_std, initial_dt_bias, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.selective_scan import selective_scan
+from ..operators.varlen import without_padding
 from ..options import ModelShape, option, require_at_least, require_divisor
 from ..precision import to_accumulation_dtype
 
@@ -109,9 +110,8 @@ class Mamba(nn.Module):
         low_rank, b, c = selected.split([self._rank, states, states], -1)
         dt = to_accumulation_dtype(torch.einsum("blgr,gcr->blgc", low_rank, self.dt_weight).flatten(-2))
         dt = F.softplus(dt + to_accumulation_dtype(self.dt_bias)).view_as(grouped)
-        if mask is not None:
-            # dt = 0 leaves the state unchanged.
-            dt = dt.masked_fill(~mask[:, :, None, None], 0.0)
+        # dt = 0 leaves the state unchanged.
+        (dt,) = without_padding(mask, dt)
         a = -to_accumulation_dtype(self.a_log).exp().unflatten(0, grouped.shape[2:])
         y, recurrent = selective_scan(
             to_accumulation_dtype(grouped),

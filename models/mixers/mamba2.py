@@ -14,6 +14,7 @@ from ..layers.projections import initial_a_log, initial_dt_bias, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.gla.normalized import short_attention
+from ..operators.varlen import without_padding
 from ..options import ModelShape, option, require_at_least, require_divisor
 from ..precision import to_accumulation_dtype
 
@@ -118,9 +119,8 @@ class Mamba2(nn.Module):
         u, b, c = convolved
         u = u.unflatten(-1, (-1, self.head_dim))
         dt = F.softplus(to_accumulation_dtype(self.dt_proj(x)) + to_accumulation_dtype(self.dt_bias))
-        if mask is not None:
-            # dt = 0 leaves the state unchanged.
-            dt = dt.masked_fill(~mask.unsqueeze(-1), 0.0)
+        # dt = 0 leaves the state unchanged.
+        (dt,) = without_padding(mask, dt)
         heads = dt.shape[-1]
         q, k = (y.unsqueeze(2).expand(-1, -1, heads, -1) for y in (c, b))
         v, log_decay = _apply_time_step(dt, u), (-dt * to_accumulation_dtype(self.a_log).exp()).unsqueeze(-1)

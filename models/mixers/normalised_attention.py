@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.projections import linear
-from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
+from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention, no_decay
 from ..operators.gla.normalized import float16_scale
+from ..operators.varlen import without_padding
 from ..options import ModelShape, option
 from ..precision import to_accumulation_dtype
 
@@ -75,14 +76,13 @@ class NormalisedAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Compute the layer. The state is "recurrent" [batch, heads, head_dim, head_dim] in float32."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if mask is not None:
-            k = k.masked_fill(~mask[:, :, None, None], 0.0)
+        (k,) = without_padding(mask, k)
         shrink = float16_scale(v.dtype, self.head_dim)
         o, recurrent = gated_linear_attention(
             q,
             k,
             v,
-            to_accumulation_dtype(q).new_zeros(()).expand(*q.shape[:3], 1),
+            no_decay(q),
             scale=self.head_dim**-0.5 * shrink,
             initial_state=(state or {}).get("recurrent"),
             cu_seqlens=cu_seqlens,

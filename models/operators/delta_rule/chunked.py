@@ -27,7 +27,7 @@ from torch import Tensor
 from ...backend import disable_compile
 from ...precision import without_autocast
 from ...recompute import recomputed
-from ..chunks import cut, join, place_segments, walk
+from ..chunks import chunks_of_sequences, from_chunks, place_segments, to_chunks
 from ..context_parallel import ShardMaps
 from ..cumulative_decay import pairwise_decay, sum_after
 from ..gla.select_kernel import plan_chunks
@@ -51,7 +51,7 @@ def chunked_form(
         chunk, fits = plan_chunks(x.log_decay)
         bounds = None if cu_seqlens is None else [int(edge) for edge in cu_seqlens.tolist()]
         index, runs = place_segments(bounds, chunk, x.q.device)
-        x = _cut(x, chunk, index)
+        x = _to_chunks(x, chunk, index)
         wy = _wy(x, fits)
         if shards is not None:
             incoming, _ = shards.incoming_state(*_affine_map(wy, runs))
@@ -60,7 +60,7 @@ def chunked_form(
         o = (x.q * x.log_decay.cumsum(3).exp()) @ states + _scores(x.q, x.removal, x.log_decay, fits) @ updates
         if x.removal is not x.k:
             o = o + _scores(x.q, x.k, x.log_decay, fits) @ x.written
-        return join(o, length, index), final
+        return from_chunks(o, length, index), final
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class _Chunks:
     added: Tensor | None
 
 
-def _cut(x: Operands, chunk: int, index: Tensor | None) -> Operands:
-    parts = {name: cut(tensor, chunk, index) for name, tensor in x.tensors().items()}
+def _to_chunks(x: Operands, chunk: int, index: Tensor | None) -> Operands:
+    parts = {name: to_chunks(tensor, chunk, index) for name, tensor in x.tensors().items()}
     if x.removal is x.k:
         parts["removal"] = parts["k"]
     return Operands(**parts, read_before_decay=x.read_before_decay)
@@ -105,7 +105,7 @@ def _wy(x: Operands, fits: bool) -> _Chunks:
 def _scan(c: _Chunks, state: Tensor, runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
     """Return the state at the start of every chunk, N of every chunk, and the final state of every sequence."""
     states, updates, finals = [], [], []
-    for sequence, chunks in walk(c.w.shape[2], runs):
+    for sequence, chunks in chunks_of_sequences(c.w.shape[2], runs):
         s = state[sequence]
         for n in chunks:
             states.append(s)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ...backend import disable_compile, replaceable
 from ...precision import without_autocast
-from ..chunks import cut, join, place_segments, walk
+from ..chunks import chunks_of_sequences, from_chunks, place_segments, to_chunks
 from ..cumulative_decay import pairwise_decay, sum_after
 from .chunk_matmul import matmul_form, spans_of
 from .select_kernel import GLAArguments, initial, plan_chunks
@@ -40,9 +40,9 @@ def chunk_form(x: GLAArguments) -> tuple[Tensor, Tensor]:
         if fits_matmul_form:
             return matmul_form(q, k, v, log_decay, state, x.scale, spans_of(v, bounds), chunk)
         index, runs = place_segments(bounds, chunk, v.device)
-        q, k, values, log_decay = (cut(tensor.to(state.dtype), chunk, index) for tensor in x[:4])
+        q, k, values, log_decay = (to_chunks(tensor.to(state.dtype), chunk, index) for tensor in x[:4])
         o, state = _pairwise(q * x.scale, k, values, log_decay, state, runs)
-        return join(o, length, index).to(v.dtype), state
+        return from_chunks(o, length, index).to(v.dtype), state
 
 
 def _pairwise(
@@ -72,7 +72,7 @@ class _StateScan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         states = torch.empty_like(updates)
         final = initial.clone()
-        for sequence, chunks in walk(updates.shape[2], runs):
+        for sequence, chunks in chunks_of_sequences(updates.shape[2], runs):
             s = final[sequence]
             for n in chunks:
                 states[:, :, n] = s
@@ -87,7 +87,7 @@ class _StateScan(torch.autograd.Function):
         states, decay = ctx.saved_tensors
         d_updates = torch.empty_like(states)
         d_initial = d_final.clone()
-        for sequence, chunks in walk(states.shape[2], ctx.runs):
+        for sequence, chunks in chunks_of_sequences(states.shape[2], ctx.runs):
             d = d_initial[sequence]
             for n in reversed(chunks):
                 d_updates[:, :, n] = d

@@ -80,7 +80,7 @@ class _MatmulForm(torch.autograd.Function):
                 states[:, :, -1] = s
                 out = torch.matmul(x.q, states[:, :, :-1] * _column(x.from_start))
                 out += torch.matmul(x.scores(), x.v)
-                _join(o[tile], out)
+                _write_chunks(o[tile], out)
                 if keep:
                     starts.append(states)
         ctx.save_for_backward(q, k, v, log_decay, *starts)
@@ -104,13 +104,13 @@ def _gradients(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, .
         for tile in reversed(list(_tiles(span, v, ctx.chunk))):
             states = starts.pop()
             x = _Inputs(q[tile], k[tile], v[tile], log_decay[tile], ctx.scale, ctx.chunk)
-            d_out = _cut(d_o[tile], ctx.chunk, x.v.dtype)
+            d_out = _to_chunks(d_o[tile], ctx.chunk, x.v.dtype)
             from_start, to_end, total = (_column(y) for y in (x.from_start, x.to_end, x.total))
 
             d_scores = torch.matmul(d_out, x.v.transpose(-1, -2)).tril_()
             d_qs = torch.matmul(d_scores, x.k)
             d_qs += torch.matmul(d_out, (states[:, :, :-1] * from_start).transpose(-1, -2))
-            _join(d_q[tile], d_qs * x.growth * ctx.scale)
+            _write_chunks(d_q[tile], d_qs * x.growth * ctx.scale)
             if not any(ctx.needs_input_grad[1:]):  # in the scans of `models.operators.lion.scans`
                 continue
 
@@ -127,13 +127,13 @@ def _gradients(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, .
             d_ks += torch.matmul(x.v, d_u.transpose(-1, -2))
             d_vs = torch.matmul(x.scores().transpose(-1, -2), d_out)
             d_vs += torch.matmul(x.k, d_u)
-            _join(d_v[tile], d_vs)
+            _write_chunks(d_v[tile], d_vs)
 
             d_b = d_qs.mul_(x.q)
             d_b.addcmul_(d_ks, x.k, value=-1)
             d_b[:, :, :, -1] += d_total
-            _join(d_g[tile], torch.matmul(_ones(d_b).t(), d_b))
-            _join(d_k[tile], d_ks.div_(x.growth))
+            _write_chunks(d_g[tile], torch.matmul(_ones(d_b).t(), d_b))
+            _write_chunks(d_k[tile], d_ks.div_(x.growth))
     return d_q, d_k, d_v, d_g, d_initial, None, None, None
 
 
@@ -142,14 +142,14 @@ class _Inputs:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, chunk: int) -> None:
         accumulation = accumulation_dtype(v)
-        b = _cut(log_decay, chunk, accumulation)
+        b = _to_chunks(log_decay, chunk, accumulation)
         b = torch.matmul(_ones(b), b)
         middle, last = b[:, :, :, chunk // 2, None], b[:, :, :, -1:]
         self.from_start, self.to_end, self.total = middle.exp(), (last - middle).exp(), last.exp()
         self.growth = b.sub_(middle.clone()).exp_()
-        self.q = _cut(q, chunk, accumulation).mul_(self.growth).mul_(scale)
-        self.k = _cut(k, chunk, accumulation).div_(self.growth)
-        self.v = _cut(v, chunk, accumulation)
+        self.q = _to_chunks(q, chunk, accumulation).mul_(self.growth).mul_(scale)
+        self.k = _to_chunks(k, chunk, accumulation).div_(self.growth)
+        self.v = _to_chunks(v, chunk, accumulation)
 
     def scores(self) -> Tensor:
         return torch.matmul(self.q, self.k.transpose(-1, -2)).tril_()
@@ -175,7 +175,7 @@ def spans_of(v: Tensor, bounds: list[int] | None) -> list[Span]:
     return [Span(group, group, 0, length) for group in groups]
 
 
-def _cut(x: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+def _to_chunks(x: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
     """Copy x [batch, length, heads, dim] to [batch, heads, chunks, chunk, dim], zero after the last token."""
     batch, length, heads, dim = x.shape
     chunks = -(-length // chunk)
@@ -186,7 +186,7 @@ def _cut(x: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
     return out.unflatten(2, (chunks, chunk))
 
 
-def _join(target: Tensor, x: Tensor) -> None:
+def _write_chunks(target: Tensor, x: Tensor) -> None:
     """Write [batch, heads, chunks, chunk, dim] into `target` [batch, length, heads, dim]."""
     target.copy_(x.flatten(2, 3)[:, :, : target.shape[1]].transpose(1, 2))
 

@@ -71,6 +71,14 @@ def gated_linear_attention(
     )
 
 
+def no_decay(q: Tensor) -> Tensor:
+    """Return log decays 0 for q [batch, length, heads, head_dim_k], [batch, length, heads, 1], as one number in memory.
+
+    `models.operators.gla.select_kernel.is_fixed` recognises the number, and a faster kernel runs.
+    """
+    return torch.zeros((), dtype=accumulation_dtype(q), device=q.device).expand(*q.shape[:3], 1)
+
+
 def flops_per_head(length: int, dim_k: int, dim_v: int) -> int:
     """Return forward FLOPs per token and head, two per multiply-add, in chunks of 64 tokens."""
     return min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v

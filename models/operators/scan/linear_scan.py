@@ -189,7 +189,7 @@ def _solve(x: Tensor, decay: Tensor, *, reverse: bool) -> Tensor:
     """Solve h_t = decay_t h_{t-1} + x_t, or reversed in time, from zero. x, decay: [batch, length, channels]."""
     batch, length, channels = x.shape
     # Steps inside a chunk and steps from chunk to chunk are sequential: their numbers are about equal.
-    chunk = 1 << max(0, (length - 1).bit_length() + 1) // 2
+    chunk = 1 << ((length - 1).bit_length() + 1) // 2
     count = -(-length // chunk)
     h, product = (t.new_zeros(batch, count * chunk, channels) for t in (x, decay))
     h[:, :length], product[:, :length] = x, decay
