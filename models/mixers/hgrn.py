@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.forget_gate import bounded_forget_gate
 from ..layers.gated_norm import gated_head_norm
 from ..layers.projections import linear
 from ..operators.scan.linear_scan import scan
@@ -88,10 +88,9 @@ class HGRN(nn.Module):
         """
         forget_logits = to_accumulation_dtype(self.forget_proj(x))
         candidate = self.candidate_proj(x)
-        log_decay = _log_forget(forget_logits, self.lower_bound)
-        if self.input_proj is None:
-            gate = (1.0 - self.lower_bound) * (-forget_logits).sigmoid()
-        else:
+        bound = forget_logits.new_tensor(self.lower_bound)
+        log_decay, gate = bounded_forget_gate(forget_logits, bound.log(), torch.log1p(-bound))
+        if self.input_proj is not None:
             gate = to_accumulation_dtype(self.input_proj(x)).sigmoid()
         v = F.silu(to_accumulation_dtype(candidate))
         initial = (state or {}).get("recurrent")
@@ -111,10 +110,3 @@ class HGRN(nn.Module):
         """Return forward FLOPs per token, two per multiply-add."""
         matrices = 1 + (self.input_proj is not None) + 3 * self.parts
         return 2 * matrices * self._size * self._size + 4 * self.parts**2 * self._size
-
-
-def _log_forget(a: Tensor, lower_bound: float) -> Tensor:
-    """Return log(gamma + (1 - gamma) sigmoid(a)), computed in logarithms because sigmoid(a) may underflow."""
-    if lower_bound == 0:
-        return F.logsigmoid(a)
-    return torch.logaddexp(a.new_tensor(log(lower_bound)), log(1 - lower_bound) + F.logsigmoid(a))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.forget_gate import bounded_forget_gate
 from ..layers.projections import linear
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.varlen import without_padding
@@ -110,17 +111,14 @@ class HGRN2(nn.Module):
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def _gates(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log f and 1 - f, both computed without a difference of numbers near 1."""
-        if self.layer_index == 0:
-            return F.logsigmoid(a), torch.sigmoid(-a)
-        if self.lower_bound is None:
-            beta = torch.full_like(a[..., :1], self.layer_index / self.num_layers)
-        elif self.options.lower_bound_range == "free":
-            beta = torch.sigmoid(to_accumulation_dtype(self.lower_bound))
-        else:
-            beta = (self.layer_index - 0.5 + torch.sigmoid(to_accumulation_dtype(self.lower_bound))) / self.num_layers
-        log_range = torch.log1p(-beta)
-        return torch.logaddexp(beta.log(), log_range + F.logsigmoid(a)), torch.sigmoid(-a) * (1 - beta)
+        """Return log f and 1 - f for logits a [batch, length, hidden_size] in float32 or float64."""
+        gamma = None if self.lower_bound is None else to_accumulation_dtype(self.lower_bound)
+        if gamma is not None and self.options.lower_bound_range == "free":
+            # Not from beta, which is rounded near 1.
+            return bounded_forget_gate(a, F.logsigmoid(gamma), F.logsigmoid(-gamma))
+        depth = a.new_tensor(self.layer_index) if gamma is None else self.layer_index - 0.5 + torch.sigmoid(gamma)
+        beta = depth / self.num_layers
+        return bounded_forget_gate(a, beta.log(), torch.log1p(-beta))
 
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.config import ModelConfig
+from models.layers.forget_gate import bounded_forget_gate
 from models.layers.projections import decay_logits, hippo_log_decays
 from models.mixers import MIXERS
 from tests.models.mixer_cases import SIZE, build
@@ -69,6 +70,32 @@ def test_decays_near_zero_have_finite_logits() -> None:
 def test_per_channel_decays_begin_as_those_of_their_head() -> None:
     per_head, per_channel = (initial_mixer("lion", {"decay_per": per}).decay for per in ("head", "channel"))
     assert torch.equal(per_head.repeat_interleave(8), per_channel)
+
+
+@pytest.mark.parametrize("gamma", [-120.0, -2.0, 5.0, 12.0, 20.0])
+@pytest.mark.parametrize("where", ["free", "layer"])
+def test_hgrn2_forget_gates_near_one_keep_their_digits(where: str, gamma: float) -> None:
+    """Compare log f, 1 - f and finite gradients in float32 with float64."""
+    results, gradients = [], []
+    for dtype in (torch.float32, torch.float64):
+        mixer = build(("hgrn2", {"lower_bound_range": where}), dtype)
+        nn.init.constant_(mixer.lower_bound, gamma)
+        a = torch.linspace(-30, 30, SIZE, dtype=dtype)[None, None].requires_grad_()
+        gates = torch.stack(mixer._gates(a))
+        results.append(gates.double())
+        gradients.append([x.double() for x in torch.autograd.grad(gates.sum(), [a, mixer.lower_bound])])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=0)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [0.0, 1e-9, 0.5, 0.99])
+def test_forget_gate_with_a_fixed_bound(bound: float) -> None:
+    a = torch.linspace(-30, 30, SIZE)
+    beta = torch.tensor(bound, dtype=torch.float64)
+    gates = bounded_forget_gate(a, beta.float().log(), torch.log1p(-beta).float())
+    closed, gate = (1 - beta) * torch.sigmoid(-a.double()), beta + (1 - beta) * torch.sigmoid(a.double())
+    log_forget = torch.where(closed < 0.5, torch.log1p(-closed), gate.log())
+    torch.testing.assert_close([x.double() for x in gates], [log_forget, closed], rtol=1e-5, atol=0)
 
 
 def test_hgrn2_lower_bounds_grow_with_depth() -> None:
