@@ -13,6 +13,7 @@ from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import flops_per_head, no_decay
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
+from ..operators.lion.feature_map import feature_map
 from ..operators.varlen import without_padding
 from ..options import ModelShape, option, require_at_least
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
@@ -101,7 +102,10 @@ class LinearAttention(nn.Module):
             )  # fmt: skip
         if o is not None:
             return self.out_proj(o.flatten(-2))
-        q, k = (_features(to_accumulation_dtype(t), self.options.feature_map).to(v.dtype) for t in (q, k))
+        if self.options.feature_map == "elu":
+            q, k = (feature_map(t, "elu", v.dtype) for t in (q, k))
+        else:
+            q, k = (_taylor_features(to_accumulation_dtype(t)).to(v.dtype) for t in (q, k))
         (k,) = without_padding(mask, k)
         num, den, new_state["recurrent"] = linear_attention_with_normalizer(
             q,
@@ -122,10 +126,8 @@ class LinearAttention(nn.Module):
         return projections + size // self.head_dim * flops_per_head(length, self._features, self.head_dim + 1)
 
 
-def _features(x: Tensor, name: str) -> Tensor:
-    """Return phi(x) [..., features] of q or k [..., dim]."""
-    if name == "elu":
-        return F.elu(x) + 1
+def _taylor_features(x: Tensor) -> Tensor:
+    """Return phi(x) [..., features] of q or k [..., dim], for which phi(q) phi(k) = 1 + s + s^2 / 2 with s = q k / sqrt(dim)."""
     # s^2 / 2 contains each pair i < j once: (q_i k_i) (q_j k_j) = (q_i q_j) (k_i k_j), one feature.
     dim = x.shape[-1]
     x = x * dim**-0.25

@@ -1,4 +1,6 @@
-"""LION's feature maps of queries and keys (arXiv 2502.16249): positive, so that normalizers are positive.
+"""Feature maps of queries and keys for LION (arXiv 2502.16249) and linear attention (elu, arXiv 2006.16236).
+
+All but silu_paper and relu are positive, so that normalizers are positive:
 
 silu  (SiLU(x) + 1/2) / norm        silu_paper  SiLU(x + 1/2) / norm, as printed        elu  elu(x) + 1
 sigmoid, relu, softplus             the elementwise functions, of which only the sigmoid is bounded (Table 6)
@@ -19,7 +21,8 @@ from ...recompute import recomputable
 # Feature maps of length one per head, which kernels compute.
 NORMALIZED = ("silu", "silu_paper")
 _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu": lambda x: F.elu(x) + 1,
+    # elu(x) + 1. Below 0 it is exp(x): adding 1 to exp(x) - 1 would lose its digits.
+    "elu": lambda x: torch.where(x > 0, x + 1, x.clamp_max(0).exp()),
     "sigmoid": torch.sigmoid,
     "relu": F.relu,
     "softplus": F.softplus,

@@ -14,6 +14,7 @@ from torch import Tensor
 from models.operators.lion import bidirectional_attention as module
 from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
 from models.operators.lion.check import CONVENTIONS
+from models.operators.lion.feature_map import feature_map
 from tests.models.rank_threads import over_ranks
 
 PLAIN = ("parallel", "recurrent", "chunked")
@@ -69,6 +70,15 @@ def test_forms_equal_the_formula(form: str, convention: str, normalized: bool, v
     q, k, v, decay = inputs(length=19, batch=1, vector=vector)
     y = attend(q, k, v, decay, normalized=normalized, mask_convention=convention, form=form)
     torch.testing.assert_close(y, formula(q, k, v, decay, normalized, convention), rtol=1e-10, atol=1e-12)
+
+
+def test_elu_feature_map_keeps_its_digits_below_zero() -> None:
+    x = torch.tensor([-80.0, -20.0, -1.0, 0.0, 2.0], requires_grad=True)
+    y = feature_map(x, "elu")
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    below = x.detach().double().exp()
+    torch.testing.assert_close(y.double(), torch.where(x > 0, x.double() + 1, below), rtol=1e-6, atol=0)
+    torch.testing.assert_close(slope.double(), torch.where(x > 0, 1.0, below), rtol=1e-6, atol=0)
 
 
 @each_form
