@@ -4,12 +4,11 @@
 
 a has 16 bits, g float32. PyTorch's own kernels would read and write intermediate float32 values six times.
 GLA and the self-augmentation both read q, k and v, and k and g are functions of a. The kernel of GLA's gradients
-(`models/kernels/gla/chunk_output.py`) accumulates both gradients of q, k and v, and computes that of a. The gradients of q, a, v
-and the output gate are adjacent in memory, so that one matmul can take them.
-Both passes of the epilogue read their inputs once; the backward pass recomputes everything from them. A row is one head of one
-token. A tile has some heads of some tokens, so narrow rows are adjacent in memory. Every program sums the gradient of the
-augmentation weight over its tokens, and a second kernel sums over programs in a fixed order.
-The epilogue of the core can write FP8 rows of its rounded output instead of 16 bits (`attach_rows`).
+(`models/kernels/gla/chunk_output.py`) therefore adds up both gradients of q, k and v, and computes that of a. The gradients of q,
+a, v and the output gate are adjacent in memory, so that one matmul can take them.
+Both passes of the epilogue read their inputs once. A row is one head of one token; a tile has some heads of some tokens, so that
+narrow rows are adjacent in memory. Every program sums the gradient of the augmentation weight over its tokens, and a second
+kernel sums over programs in a fixed order. The epilogue of the core can write FP8 rows instead of 16 bits (`attach_rows`).
 Reference: `models/operators/metala.py`.
 """
 
