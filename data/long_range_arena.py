@@ -6,6 +6,7 @@ pairs of papers of the ACL Anthology Network, by bytes.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ def document_pairs(directory: Path | None, split: str, length: int) -> Examples:
     csv.field_size_limit(1 << 30)
     with open(path, encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.reader(file, delimiter="\t"), start=1):
+            if not row:  # an empty line
+                continue
             if len(row) != 5 or row[0] not in ("0", "1", "0.0", "1.0"):
                 raise ValueError(
                     f"{path}: line {number} has {len(row)} columns and label {row[0]!r}; label (0 or 1), two ids and two texts "
@@ -128,7 +131,7 @@ def _rows(directory: Path | None, task: str, name: str, split: str, columns: Seq
             )
         kind = "parquet" if files[0].suffix == ".parquet" else "json"
         try:
-            rows = datasets.load_dataset(kind, data_files=[str(file) for file in files], split="train")
+            rows = datasets.load_dataset(kind, data_files=[glob.escape(str(file)) for file in files], split="train")
         except datasets.exceptions.DatasetGenerationError as error:
             raise ValueError(f"{files[0]}: not readable as {kind} ({error.__cause__}); write it again") from None
     if missing := [column for column in columns if column not in rows.column_names]:

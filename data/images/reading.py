@@ -68,7 +68,9 @@ def find_images(given: str | Sequence[str], key: str) -> ImageFiles:
     parquet: list[Path] = []
     folders: list[Path] = []
     for name in [given] if isinstance(given, str) else given:
-        matches = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+        path = Path(name).expanduser()
+        # An existing path is no pattern, whatever characters it holds.
+        matches = [path] if path.exists() else [Path(m) for m in sorted(glob.glob(str(path), recursive=True))]
         if not matches:
             raise FileNotFoundError(f"{key}: {name} does not exist; name Parquet files, or a folder of images")
         for match in matches:
@@ -199,9 +201,9 @@ def _cached_table(files: ImageFiles, cache: Path) -> Any:
         if files.folder is None:
             if not files.rows[-1]:
                 raise ValueError(f"{files.parquet[0]} has no row")
-            paths = [str(file) for file in files.parquet]
+            paths = [glob.escape(str(file)) for file in files.parquet]
             return datasets.load_dataset("parquet", data_files={"train": paths}, split="train", cache_dir=str(cache))
-        pattern = {"train": [f"{files.folder}/*/*"]}
+        pattern = {"train": [f"{glob.escape(str(files.folder))}/*/*"]}
         return datasets.load_dataset(
             "imagefolder", data_files=pattern, split="train", cache_dir=str(cache), drop_labels=False
         )

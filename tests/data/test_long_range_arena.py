@@ -27,6 +27,13 @@ def write_images(path, images, labels):
     pq.write_table(pa.table({"img": cells, "label": labels}), path)
 
 
+def test_folder_name_is_no_pattern(tmp_path):
+    folder = tmp_path / "imdb[1]"
+    folder.mkdir()
+    write_reviews(folder / "train.jsonl", [("a", 1)])
+    assert reviews(folder, "train", 1).labels.tolist() == [[1]]
+
+
 def test_reviews_are_bytes_cut_and_padded(tmp_path):
     write_reviews(tmp_path / "train.jsonl", [("né", 0), ("abcdefgh", 1)])
     tokens, labels = reviews(tmp_path, "train", 5)
@@ -45,8 +52,8 @@ def test_images_are_grey_pixels_row_by_row(tmp_path):
     assert labels.tolist() == [[9], [0]]
 
 
-def test_pairs_hold_two_texts_side_by_side(tmp_path):
-    (tmp_path / "new_aan_pairs.eval.tsv").write_text('1.0\tA1\tA2\tone\t"two, 2"\n0.0\tA3\tA4\tthree\tf\n')
+def test_pairs_hold_two_texts_side_by_side_without_empty_lines(tmp_path):
+    (tmp_path / "new_aan_pairs.eval.tsv").write_text('1.0\tA1\tA2\tone\t"two, 2"\n\n0.0\tA3\tA4\tthree\tf\n')
     tokens, labels = document_pairs(tmp_path, "eval", 4)
     assert tokens[:, :4].tolist() == [[*b"one", PAD], list(b"thre")]
     assert tokens[:, 4:].tolist() == [list(b"two,"), [*b"f", PAD, PAD, PAD]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +159,7 @@ def local_data(
     changes.update(
         dataset_path=formats.pop(),
         dataset_name=None,
-        dataset_kwargs={"data_files": {key: str(path) for key, path in files.items()}},
+        dataset_kwargs={"data_files": {key: glob.escape(str(path)) for key, path in files.items()}},
         **{key: None for key in SPLITS if config.get(key) and config[key] not in files},
     )
     if config.get("fewshot_split") and config["fewshot_split"] not in files:

@@ -58,6 +58,17 @@ def test_folder_of_classes_has_the_same_images(tmp_path):
     assert np.array_equal(images.image(first), picture(1, 0))
 
 
+def test_path_that_exists_is_no_pattern(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "run[1]"
+    write_folder(run / "classes", 1)
+    write_parquet(run / "a.parquet", [2, 0])
+    assert len(opened(run / "classes")) == 3
+    assert opened(run / "a.parquet").labels.tolist() == [2, 0]
+    assert opened(["~/run[1]/a.parquet"]).labels.tolist() == [2, 0]
+    assert opened([f"{tmp_path}/run[[]1]/*.parquet"]).labels.tolist() == [2, 0]
+
+
 def test_class_without_images_keeps_the_numbers_of_the_others(tmp_path):
     folder = write_folder(tmp_path / "validation", 1)
     (folder / "green" / "0.png").unlink()

@@ -209,6 +209,12 @@ def test_row_that_the_harness_would_score_wrongly_is_refused(name, path, change,
         load([name], tmp_path)
 
 
+def test_data_folder_name_is_no_pattern(tmp_path):
+    rows = made_up_rows()["winogrande/validation.jsonl"]
+    write_rows(tmp_path / "data[1]/winogrande/validation.jsonl", rows)
+    assert len(load(["winogrande"], tmp_path / "data[1]")["winogrande"].task.eval_docs) == len(rows)
+
+
 def test_rows_of_a_parquet_file_are_checked(tmp_path):
     rows = made_up_rows()["winogrande/validation.jsonl"]
     rows[2]["sentence"] = "No blank."
