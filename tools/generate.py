@@ -152,7 +152,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if not options.prompts_file.is_file():
         raise ValueError(f"--prompts-file {options.prompts_file}: no such file; give a file with one prompt per line")
     try:
-        prompts = options.prompts_file.read_text(encoding="utf-8").split("\n")
+        prompts = options.prompts_file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--prompts-file {options.prompts_file}: no UTF-8 at byte {error.start}; save it as UTF-8"

@@ -278,7 +278,8 @@ def test_ctrl_c_ends_a_text_and_prints_its_number_of_tokens(trained_run: Path, c
 
 def test_command_with_a_file_of_prompts(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["def ", "def alpha(beta, 値):\n".rstrip(), "    return", ""]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    # As Windows writes it: with a byte order mark and CRLF.
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8-sig", newline="\r\n")
     arguments = [str(trained_run), "--prompts-file", str(tmp_path / "prompts.txt"), "--max-tokens", "12"]
     texts = []
     for size in ("1", "3"):
