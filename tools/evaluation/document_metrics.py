@@ -72,7 +72,12 @@ def metrics_by_document(task: str, samples: Samples) -> dict[str, dict[str, list
 
 def chance_level(samples: Samples) -> float | None:
     """Return the accuracy of guessing for tasks with choices, else None."""
-    counts = [len(sample["filtered_resps"]) for sample in samples if "acc" in sample["metrics"]]
+    # acc_mutual_info scores every choice a second time, without its context.
+    counts = [
+        len(sample["filtered_resps"]) // (2 if "acc_mutual_info" in sample["metrics"] else 1)
+        for sample in samples
+        if "acc" in sample["metrics"]
+    ]
     return sum(1 / n for n in counts) / len(counts) if counts and min(counts) > 1 else None
 
 

@@ -16,6 +16,8 @@ from tools.evaluation.request import TaskRequest
 def test_chance_level_with_different_numbers_of_choices():
     samples = [{"metrics": ["acc"], "filtered_resps": [()] * n} for n in (2, 4, 4)]
     assert chance_level(samples) == pytest.approx((1 / 2 + 1 / 4 + 1 / 4) / 3)
+    twice = {"metrics": ["acc", "acc_mutual_info"], "filtered_resps": [()] * 8}  # with and without context
+    assert chance_level([twice]) == pytest.approx(1 / 4)
     assert chance_level([{"metrics": ["acc"], "filtered_resps": [()]}]) is None
     assert chance_level([{"metrics": ["f1"], "filtered_resps": [()] * 2}]) is None
 
