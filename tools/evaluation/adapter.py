@@ -110,7 +110,9 @@ class ProjectLM(TemplateLM):
         return [int(i) for i in self._tokenizer.encode(string)]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        pairs = encode_pairs(self._tokenizer, [request.args for request in requests], self.prefix_token_id)
+        # The sequences of a masked model begin as in training, without the end of an earlier document.
+        prefix = None if self.masked else self.prefix_token_id
+        pairs = encode_pairs(self._tokenizer, [request.args for request in requests], prefix)
         names = [request.task_name or "" for request in requests]
         return self._score("loglikelihood", *self._windows(pairs, names))
 
@@ -123,7 +125,8 @@ class ProjectLM(TemplateLM):
         owners: list[int] = []
         for number, ids in enumerate(encode_texts(self._tokenizer, [request.args[0] for request in requests])):
             windows = get_rolling_token_windows(ids.tolist(), self.prefix_token_id, self._room - 1, context_len=1)
-            for context, target in map(make_disjoint_window, windows):
+            for place, (context, target) in enumerate(map(make_disjoint_window, windows)):
+                context = [] if self.masked and place == 0 else context  # as in `loglikelihood`
                 pairs.append((np.asarray(context, np.int64), np.asarray(target, np.int64)))
                 owners.append(number)
             self.counts.requests[requests[number].task_name or ""] += 1

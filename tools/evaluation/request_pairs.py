@@ -87,11 +87,13 @@ def split_pair(context: Any, whole: Any, encode_rest: Callable[[], Any], rest: s
     return Pair(context, _not_empty(encode_rest(), rest), apart=True, recut=recut)
 
 
-def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_token_id: int) -> list[Pair]:
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_token_id: int | None) -> list[Pair]:
     """Return (context, continuation) texts as ids, as `TemplateLM.loglikelihood` encodes them, but for the cases above.
 
-    An empty context is the end of a document; an empty continuation has no ids. Raises as `split_pair`.
+    prefix_token_id: the context of a continuation without one, such as the end of a document; None for no token. An empty
+    continuation has no ids. Raises as `split_pair`.
     """
+    prefix = np.array([] if prefix_token_id is None else [prefix_token_id], np.int64)
     stripped = []
     for context, continuation in pairs:
         start = context.rstrip()
@@ -106,7 +108,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_
         elif len(whole) > 1 and whole[0] == prefix_token_id:
             encoded.append(Pair(whole[:1], whole[1:]))
         else:
-            encoded.append(Pair(np.array([prefix_token_id]), _not_empty(whole, rest)))
+            encoded.append(Pair(prefix, _not_empty(whole, rest)))
     return encoded
 
 

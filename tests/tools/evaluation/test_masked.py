@@ -86,6 +86,18 @@ def test_request_has_the_training_tokens_around_it_and_fits_the_length(tmp_path)
     assert ProjectLM(model, tokenizer, max_length=11, progress=False).loglikelihood(long)[0][0] < 0
 
 
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
+def test_text_without_a_context_has_only_the_training_tokens_around_it(kind):
+    model, tokenizer = encoder(**ENCODERS[0]).double(), load_tokenizer("bytes")
+    lm = ProjectLM(model, tokenizer, max_length=64, progress=False)
+    whole = torch.tensor([*b"the cat", tokenizer.end_of_document_id])
+    hidden = whole.repeat(7, 1).fill_diagonal_(tokenizer.mask_id)
+    expected = float(model(hidden)[range(7), range(7)].log_softmax(-1)[range(7), whole[:7]].sum())
+    texts = ("", "the cat") if kind == "loglikelihood" else ("the cat",)
+    (score,) = getattr(lm, kind)([Instance(kind, {}, texts, 0)])
+    assert (score[0] if kind == "loglikelihood" else score) == pytest.approx(expected, abs=1e-9)
+
+
 def test_masked_model_is_noted_and_does_not_generate(eval_data):
     model = encoder(**ENCODERS[0])
     lm = ProjectLM(model, load_tokenizer("bytes"), max_length=64, name="lion", progress=False)
