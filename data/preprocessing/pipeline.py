@@ -109,6 +109,7 @@ def finished(
     made_from = _made_from(files, settings, tokenizer)
     parts = _parts_folder(output_prefix, made_from, tokenizer)
     shutil.rmtree(_done(parts), ignore_errors=True)  # a job was stopped during their removal
+    remove_leftovers(parts.parent)  # or while it wrote a data card
     again = begun = parts.exists()  # a job was stopped before or during the join
     manifests = {}
     for name in settings.names():

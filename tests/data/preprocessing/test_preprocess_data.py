@@ -26,6 +26,8 @@ from data.tokenizer import load_tokenizer
 from tests.data.inline_pool import Inline
 from tools.preprocess_data import main
 
+DEAD = f"{2**22 + 1}@{socket.gethostname()}.aside"  # ends the temporary names of a process that is dead
+
 
 def write(path: Path, records: list[dict[str, str]]) -> Path:
     raw = "".join(json.dumps(record) + "\n" for record in records).encode()
@@ -85,10 +87,8 @@ def test_token_files_hold_all_documents_in_order(corpus, tmp_path, inline):
     assert manifest["tokens"] == tokens.num_tokens
     assert manifest["bytes"] == sum(len(text.encode()) for text in expected)
     assert manifest["skipped"] == {"empty": 8}
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "corpus",
-        *(f"out_text_document.{s}" for s in ("bin", "idx", "json")),
-    }
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"corpus", *(f"out_text_document.{ending}" for ending in ("bin", "idx", "json"))}
 
     preprocess(source_files(corpus), prefix, PreprocessingSettings("bytes", min_characters=20), progress=False)
     assert decoded(tmp_path / "out_text_document") == [text for text in expected if len(text) >= 20]
@@ -192,9 +192,7 @@ def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline
             patch.setattr("data.preprocessing.shards.write_manifest", stopped)
             assert main(words) == 2
         assert (tmp_path / f"out_{at}_document.bin").exists()
-    (
-        tmp_path / f".out_title_document.bin.{2**22 + 1}@{socket.gethostname()}.aside"
-    ).touch()  # of a process that is dead
+    (tmp_path / f".out_title_document.bin.{DEAD}").touch()
     assert main(words) == 0
     assert read_manifest(tmp_path / "out_title_document")
     assert not list(tmp_path.glob(".*"))
@@ -212,9 +210,10 @@ def test_a_job_that_was_stopped_while_it_removed_its_parts_is_complete(corpus, t
     with monkeypatch.context() as patch:
         patch.setattr("data.preprocessing.pipeline.shutil.rmtree", stopped)
         assert main(words) == 130
+    (tmp_path / f".out_text_document.md.{DEAD}").touch()  # of a data card
     assert main(words) == 0
     assert "complete: written before" in capsys.readouterr().out
-    assert not list(tmp_path.glob("*.parts-*"))
+    assert not [*tmp_path.glob("*.parts-*"), *tmp_path.glob(".*")]
 
 
 def test_repeats_are_dropped_across_files(corpus, tmp_path, inline):
