@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import tokenize
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checksum import Checksum
+from .decompression import decompressed
 from .discovery import SourceFile, named_dataset
 
 BLOCK_BYTES = 1 << 20
@@ -119,7 +119,7 @@ def _line_blocks(file: SourceFile, checksum: Checksum | None) -> Iterator[Block]
     lines: list[bytes] = []
     open_line: list[bytes] = []
     size = start = position = 0
-    for chunk, position in decompressed(file.path, checksum):
+    for chunk, position in decompressed(file.path, checksum, BLOCK_BYTES):
         pieces = chunk.split(b"\n")
         if len(pieces) > 1:
             lines.append(b"".join([*open_line, pieces[0]]))
@@ -136,61 +136,6 @@ def _line_blocks(file: SourceFile, checksum: Checksum | None) -> Iterator[Block]
         lines.append(last)
     if lines:
         yield Block(file, first, tuple(lines), position - start)
-
-
-def decompressed(path: Path, checksum: Checksum | None = None) -> Iterator[tuple[bytes, int]]:
-    """Yield (decompressed bytes, position in the file after them); the suffix selects the compression.
-
-    Several gzip members or zstd frames are one stream. ``checksum`` gets the compressed bytes. Raises ValueError if damaged.
-    """
-    suffix = path.suffix.lower()
-    with open(path, "rb") as file:
-        if suffix not in (".gz", ".zst"):
-            while chunk := file.read(BLOCK_BYTES):
-                if checksum is not None:
-                    checksum.update(chunk)
-                yield chunk, file.tell()
-            return
-        stream = _decompressor(suffix)
-        fed = False
-        done = 0
-        while chunk := file.read(BLOCK_BYTES // 4):
-            if checksum is not None:
-                checksum.update(chunk)
-            while chunk:
-                if stream.eof:
-                    # gzip files may be padded with zeros after the last member.
-                    chunk = chunk.lstrip(b"\0")
-                    if not chunk:
-                        break
-                    stream, fed = _decompressor(suffix), False
-                try:
-                    out = stream.decompress(chunk)
-                except Exception as error:
-                    raise ValueError(
-                        f"{path} is damaged: no {'gzip' if suffix == '.gz' else 'zstd'} data from byte"
-                        f" {file.tell() - len(chunk):,} on ({error}), after {done:,} bytes of text. Copy or download it"
-                        " again."
-                    ) from error
-                fed = True
-                chunk = stream.unused_data if stream.eof else b""
-                done += len(out)
-                if out:
-                    yield out, file.tell()
-        if fed and not stream.eof:
-            raise ValueError(
-                f"{path} is cut short: it ends at byte {file.tell():,} in the middle of its compressed data,"
-                f" after {done:,} bytes of text. Copy or download it again."
-            )
-
-
-def _decompressor(suffix: str) -> Any:
-    if suffix == ".gz":
-        return zlib.decompressobj(wbits=31)
-    import zstandard
-
-    # Files made with zstd --long need a window beyond the library's default limit.
-    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
 
 
 def _parquet_blocks(file: SourceFile) -> Iterator[Block]:

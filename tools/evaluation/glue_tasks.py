@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data.corpus.decompression import decompressed
 from data.corpus.discovery import check_hub
-from data.corpus.readers import decompressed
 
 Row = dict[str, Any]
 

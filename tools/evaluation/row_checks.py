@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.corpus.readers import decompressed
+from data.corpus.decompression import decompressed
 
 Row = Mapping[str, Any]
 
