@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,95 +70,27 @@ def finetune(
     weights: an exported model. hold_out: as in `training_rows`. scratch: a folder for temporary files. keep: a folder for the
     trained weights. Raises as `training_rows`.
     """
-    import torch
-    from transformers import (
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        DataCollatorWithPadding,
-        PrinterCallback,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-        set_seed,
-    )
+    from transformers import AutoTokenizer, DataCollatorWithPadding, PrinterCallback, Trainer, set_seed
     from transformers.utils import logging
-
-    from megatron_lite.optim.param_groups import build_optimizer, parameter_kind
-    from tools.conversion.export_source import model_class
-    from tools.conversion.hf_folder import read_config
-
-    class Progress(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.bar = ProgressBar(total=state.max_steps, desc=f"{name}, seed {seed}", unit="step", leave=False)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.bar.update()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.bar.close()
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     task = TASKS[name]
     train, evaluated = training_rows(name, data, hold_out)
     tokenizer = AutoTokenizer.from_pretrained(weights, trust_remote_code=False)
-
-    def encode(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        columns = [[row[text] for row in rows] for text in task.texts]
-        coded = tokenizer(*columns, truncation=True, max_length=recipe.max_length)
-        label_type = float if task.labels == 1 else int
-        return [
-            {"input_ids": ids, "attention_mask": mask, "labels": label_type(row["label"])}
-            for ids, mask, row in zip(coded["input_ids"], coded["attention_mask"], rows, strict=True)
-        ]
-
+    encode = partial(_encoded, tokenizer, task, recipe.max_length)
     set_seed(seed)
-    own_export = read_config(weights)["model_type"] == "metalion"
-    project_class = model_class(weights, "SequenceClassification", trust_remote_code=False) if own_export else None
-    model = (project_class or AutoModelForSequenceClassification).from_pretrained(
-        weights,
-        num_labels=task.labels,
-        problem_type="regression" if task.labels == 1 else "single_label_classification",
-        trust_remote_code=False,
-        dtype=torch.float32,
-        ignore_mismatched_sizes=True,
-    )
-    optimizer, _ = build_optimizer(
-        [(parameter, parameter_kind(model, key)) for key, parameter in model.named_parameters()],
-        lr=recipe.lr,
-        betas=(0.9, 0.98),
-        eps=1e-6,
-        weight_decay=recipe.weight_decay,
-        no_weight_decay=("norm", "bias", "decay", "embedding"),
-    )
+    model = _classifier(weights, task)
     steps = recipe.tasks[name].epochs * -(-len(train) // recipe.batch_size)
     trainer = Trainer(
         model,
-        TrainingArguments(
-            output_dir=str(scratch / "trainer"),
-            per_device_train_batch_size=recipe.batch_size,
-            per_device_eval_batch_size=4 * recipe.batch_size,
-            num_train_epochs=recipe.tasks[name].epochs,
-            learning_rate=recipe.lr,
-            lr_scheduler_type=recipe.schedule if recipe.schedule != "constant" else "constant_with_warmup",
-            warmup_steps=int(recipe.warmup_fraction * steps),
-            max_grad_norm=1.0,
-            seed=seed,
-            bf16=torch.cuda.is_available(),
-            use_cpu=not torch.cuda.is_available(),
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            remove_unused_columns=False,
-            dataloader_pin_memory=torch.cuda.is_available(),
-            disable_tqdm=True,
-        ),
+        training_arguments(recipe, recipe.tasks[name].epochs, steps, seed, scratch / "trainer"),
         train_dataset=encode(train),
         data_collator=DataCollatorWithPadding(tokenizer),
-        optimizers=(optimizer, None),
+        optimizers=(_optimizer(model, recipe), None),
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Progress())
+    trainer.add_callback(_progress(f"{name}, seed {seed}"))
     trainer.train()
     metrics: dict[str, float] = {}
     for split, rows in evaluated.items():
@@ -166,6 +99,94 @@ def finetune(
     if keep is not None:
         _keep(model, tokenizer, weights, keep)
     return metrics
+
+
+def training_arguments(recipe: Recipe, epochs: float, steps: float, seed: int, folder: Path) -> Any:
+    """Return the arguments of the trainer. steps: of the whole training."""
+    import torch
+    from transformers import TrainingArguments
+
+    cuda = torch.cuda.is_available()
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=recipe.batch_size,
+        per_device_eval_batch_size=4 * recipe.batch_size,
+        num_train_epochs=epochs,
+        learning_rate=recipe.lr,
+        lr_scheduler_type=recipe.schedule if recipe.schedule != "constant" else "constant_with_warmup",
+        warmup_steps=int(recipe.warmup_fraction * steps),
+        max_grad_norm=1.0,
+        seed=seed,
+        bf16=cuda,
+        use_cpu=not cuda,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        remove_unused_columns=False,
+        dataloader_pin_memory=cuda,
+        disable_tqdm=True,
+    )
+
+
+def _encoded(tokenizer: Any, task: Task, max_length: int, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    columns = [[row[text] for row in rows] for text in task.texts]
+    coded = tokenizer(*columns, truncation=True, max_length=max_length)
+    label_type = float if task.labels == 1 else int
+    return [
+        {"input_ids": ids, "attention_mask": mask, "labels": label_type(row["label"])}
+        for ids, mask, row in zip(coded["input_ids"], coded["attention_mask"], rows, strict=True)
+    ]
+
+
+def _classifier(weights: Path, task: Task) -> Any:
+    """Return the model with a new classifier, in float32."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from tools.conversion.export_source import model_class
+    from tools.conversion.hf_folder import read_config
+
+    kind: Any = AutoModelForSequenceClassification
+    if read_config(weights)["model_type"] == "metalion":
+        kind = model_class(weights, "SequenceClassification", trust_remote_code=False)
+    return kind.from_pretrained(
+        weights,
+        num_labels=task.labels,
+        problem_type="regression" if task.labels == 1 else "single_label_classification",
+        trust_remote_code=False,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+    )
+
+
+def _optimizer(model: Any, recipe: Recipe) -> Any:
+    from megatron_lite.optim.param_groups import build_optimizer, parameter_kind
+
+    return build_optimizer(
+        [(parameter, parameter_kind(model, key)) for key, parameter in model.named_parameters()],
+        lr=recipe.lr,
+        betas=(0.9, 0.98),
+        eps=1e-6,
+        weight_decay=recipe.weight_decay,
+        no_weight_decay=("norm", "bias", "decay", "embedding"),
+    )[0]
+
+
+def _progress(description: str) -> Any:
+    """Return the trainer's callback that shows a progress bar."""
+    from transformers import TrainerCallback
+
+    class Progress(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.bar = ProgressBar(total=state.max_steps, desc=description, unit="step", leave=False)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.bar.update()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.bar.close()
+
+    return Progress()
 
 
 def training_rows(name: str, data: Path | None, hold_out: float | None) -> tuple[list[Any], dict[str, list[Any]]]:
