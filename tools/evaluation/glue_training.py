@@ -102,12 +102,12 @@ def finetune(
 
 
 def training_arguments(recipe: Recipe, epochs: float, steps: float, seed: int, folder: Path) -> Any:
-    """Return the arguments of the trainer. steps: of the whole training."""
+    """Return the arguments of the trainer, which uses one GPU if there is one. steps: of the whole training."""
     import torch
     from transformers import TrainingArguments
 
     cuda = torch.cuda.is_available()
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=recipe.batch_size,
         per_device_eval_batch_size=4 * recipe.batch_size,
@@ -126,6 +126,9 @@ def training_arguments(recipe: Recipe, epochs: float, steps: float, seed: int, f
         dataloader_pin_memory=cuda,
         disable_tqdm=True,
     )
+    # The trainer would put a batch on every visible GPU, so that the scores would depend on their number.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 def _encoded(tokenizer: Any, task: Task, max_length: int, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

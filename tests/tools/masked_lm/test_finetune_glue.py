@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import math
@@ -14,6 +15,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 from huggingface_hub import constants
 from safetensors.torch import load_file
@@ -255,6 +257,21 @@ def test_recipe_reaches_the_trainer(masked_run: Path, data: Path, tmp_path: Path
     (weights / "modeling_metalion.py").write_text("raise SystemExit('this was run')")
     with pytest.raises(ValueError, match=r"differ from this version's \(modeling_metalion\.py\)"):
         glue_training.finetune("mnli", recipe, weights, seed=0, data=data, scratch=tmp_path)
+
+
+def test_batch_does_not_grow_with_the_number_of_gpus(tmp_path: Path, monkeypatch) -> None:
+    from transformers import TrainingArguments
+
+    def two_gpus(arguments: TrainingArguments) -> torch.device:
+        arguments._n_gpu = 2
+        return torch.device("cpu")
+
+    devices = functools.cached_property(two_gpus)
+    devices.__set_name__(TrainingArguments, "_setup_devices")
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", devices)
+    recipe = finetune_glue.load_recipe(finetune_glue.RECIPE, ["batch_size=10"])
+    arguments = glue_training.training_arguments(recipe, 1.0, 10.0, 0, tmp_path)
+    assert arguments.train_batch_size == 10
 
 
 def test_weights_of_the_first_seed_are_saved(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
