@@ -197,8 +197,11 @@ def _optimizer(value: Mapping[str, Any], given: dict[str, Any], out: Translation
     parameters = value.get("params") or {}
     for key in ("lr", "betas", "eps"):
         out.set(f"optimizer.{key}", parameters.get(key, {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}[key]))
-    for key in parameters.keys() - {"lr", "betas", "eps", "weight_decay"}:
-        out.important[f"optimizer.params.{key}"] = "no counterpart here"
+    if out.tree["optimizer"]["lr"] == 0:  # min_lr is divided by it
+        raise out.error("optimizer.params.lr", 0, "a rate above 0 is needed")
+    for key in parameters:
+        if key not in ("lr", "betas", "eps", "weight_decay"):
+            out.important[f"optimizer.params.{key}"] = "no counterpart here"
     if "weight_decay" in parameters:
         out.set("optimizer.weight_decay", parameters["weight_decay"])
     out.set("optimizer.no_weight_decay", ["norm", "bias", "decay"])
@@ -239,7 +242,9 @@ def _warmup_steps(value: int, given: dict[str, Any], out: Translation) -> None:
 
 def _zero(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
     out.set("parallel.zero_stage", value.get("stage", 0))
-    for key in value.keys() - {"stage"}:
+    for key in value:
+        if key == "stage":
+            continue
         device = value[key].get("device", "cpu") if isinstance(value[key], Mapping) else value[key]
         if key in OFFLOAD and device not in (None, False, "none"):
             reason = "weights and optimizer state stay on the GPU here; remove it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -287,11 +288,13 @@ def test_values(given: str, key: str, value: Any, tmp_path: Path) -> None:
 
 def test_pipeline_layout_and_ignored_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = "pipe_parallel_size: 2\ncheckpoint_activations: true\ncheckpoint_num_layers: 2\n"
+    more += f"zero_optimization: {{stage: 1, {', '.join(f'z{letter}: 1' for letter in 'fdbace')}}}\n"
     (tmp_path / "neox.yml").write_text(f"{SMALL}{more}fp16: {{enabled: true, loss_scale: 128}}\n")
     assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 0
     assert yaml.safe_load((tmp_path / "run.yml").read_text())["parallel"]["pipeline"] == 2
     output = capsys.readouterr().err
     assert "checkpoint_num_layers" in output
+    assert re.findall(r"zero_optimization\.z(\w)", output) == list("fdbace"), "in the order of the file"
     assert "the loss scale is dynamic here" in output
 
 
@@ -326,6 +329,7 @@ def test_only_the_first_validation_set_is_used(tmp_path: Path, capsys: pytest.Ca
     [
         ("pos_emb: alibi", "pos_emb = 'alibi'"),
         ("pos-emb: alibi", "pos-emb = 'alibi'"),
+        ("optimizer: {type: Adam, params: {lr: 0}}", "optimizer.params.lr = 0: a rate above 0 is needed"),
         ("fp16: true", "fp16 = True: is not of GPT-NeoX's form"),
         ("activation: geglu", "activation = 'geglu'"),
         ("norm: scalenorm", "norm = 'scalenorm'"),
