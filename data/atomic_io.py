@@ -148,7 +148,8 @@ def is_dead(process: int, host: str) -> bool:
 def atomic_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` if the block succeeds. It is removed if the block fails.
 
-    A symbolic link stays, and its target is replaced.
+    A symbolic link stays, and its target is replaced. A folder is replaced by two renames: after a kill between them the old
+    content is in `.NAME.old`, which the next call restores or replaces.
 
     Args:
         overwrite: replace a folder that is not empty. Without it, such a folder is an OSError.
