@@ -219,7 +219,7 @@ def majority_scores(name: str, data: Path | None, hold_out: float | None) -> dic
     if task.labels == 1:
         return metrics
     for split, rows in training_rows(name, data, hold_out)[1].items():
-        labels = np.array([row["label"] for row in rows])
+        labels = np.array([int(row["label"]) for row in rows])  # JSON may hold 1.0
         chosen = np.eye(task.labels)[np.bincount(labels).argmax()]
         metrics |= _named(task, split, score(task, np.tile(chosen, (len(rows), 1)), labels))
     return metrics

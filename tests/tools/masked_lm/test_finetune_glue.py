@@ -183,6 +183,14 @@ def test_most_frequent_label_of_real_data(shared: Path) -> None:
     assert scores["stsb"] == {}
 
 
+def test_labels_may_be_whole_numbers_with_a_point(tmp_path: Path) -> None:
+    (tmp_path / "rte").mkdir()
+    rows = [{"sentence1": "a", "sentence2": "b", "label": label} for label in (1.0, 1.0, 0.0)]
+    for split in ("train", "validation"):
+        (tmp_path / "rte" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert glue_training.majority_scores("rte", tmp_path, None) == {"accuracy": pytest.approx(2 / 3)}
+
+
 def test_task_starts_from_the_weights_of_another(masked_run: Path, data: Path, tmp_path: Path, capsys) -> None:
     arguments = [str(masked_run), "--tasks", "rte,stsb", "--data", str(data), "--output", str(tmp_path / "out")]
     arguments += ["--seeds", "2", "lr=5e-3", "batch_size=8", "tasks.mnli.epochs=2", "tasks.rte.epochs=2"]
