@@ -20,14 +20,14 @@ from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Batch, Engine
 from megatron_lite.fault_tolerance.finite_check import fault_of_loss, state_not_finite
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
-from megatron_lite.fault_tolerance.heartbeat import Heartbeat, set_collective_timeout
+from megatron_lite.fault_tolerance.heartbeat import Heartbeat
 from megatron_lite.fault_tolerance.replica_check import ReplicaCheck, ReplicasDifferError
 from megatron_lite.fault_tolerance.straggler_detection import StragglerDetector, timed_layers
 from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.metrics.per_source_loss import PerSourceLoss
 from megatron_lite.metrics.step_metrics import StepMetrics
 from megatron_lite.optim.lr_schedule import learning_rate
-from megatron_lite.parallel.collectives import any_rank
+from megatron_lite.parallel.collectives import any_rank, set_collective_timeout
 from megatron_lite.validation import ValidationSet, due_measurements, evaluate
 
 ModelT = TypeVar("ModelT")

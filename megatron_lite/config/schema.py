@@ -47,7 +47,8 @@ class RunConfig(Section):
         default=10.0,
         gt=0,
         description="Timeout of collectives (minutes). A process that waits longer for the others stops the run. The first step"
-        " and suites may take three times as long, the first step at least 30.",
+        " and suites may take three times as long, the first step at least 30. One process prepares the data, and the others wait"
+        " for it for up to 24 hours.",
     )
     save_timeout_minutes: float = Field(
         default=30.0,

@@ -245,14 +245,6 @@ _ADVICE = (
 )
 
 
-def set_collective_timeout(seconds: float) -> None:
-    """Set the timeout of the collectives of every group. The first step and saves take longer (as in torchtitan)."""
-    from torch.distributed import distributed_c10d
-
-    for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
 def _print(reason: str) -> None:
     stream = sys.__stderr__ or sys.stderr
     stream.write(f"\nerror: {reason}. {_ADVICE}\n")

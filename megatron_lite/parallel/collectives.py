@@ -1,15 +1,17 @@
-"""Collectives over the replicas or over all ranks, and asynchronous copies of device scalars to the host."""
+"""Collectives over the replicas or over all ranks, their timeout, and asynchronous copies of device scalars to the host."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.grid import START_TIMEOUT_MINUTES, Grid
 
 T = TypeVar("T")
 
@@ -100,18 +102,25 @@ def gather(value: T, grid: Grid) -> list[T]:
     return values
 
 
-def on_main(grid: Grid, function: Callable[[], T]) -> T:
-    """Call the function on rank 0 alone and return its value on every rank. Raise its exception on every rank."""
+def on_main(grid: Grid, function: Callable[[], T], *, timeout_hours: float | None = None) -> T:
+    """Call the function on rank 0 alone and return its value on every rank. Raise its exception on every rank.
+
+    timeout_hours: longest time that the other ranks wait, at the start of a run; None: the timeout of collectives.
+    """
     result: Any = None
     error: Exception | None = None
+    if timeout_hours is not None:
+        set_collective_timeout(3600 * timeout_hours)
     if grid.is_main:
         try:
             result = function()
         except Exception as problem:
             error = problem
-    result, error = broadcast((result, error), grid)
-    if error is not None:
-        raise error
+    result, sent = broadcast((result, None if error is None else _sendable(error)), grid)
+    if timeout_hours is not None:
+        set_collective_timeout(60 * START_TIMEOUT_MINUTES)
+    if sent is not None:
+        raise sent if error is None else error
     return result
 
 
@@ -123,10 +132,34 @@ def on_all(grid: Grid, function: Callable[[], T]) -> T:
         result = function()
     except Exception as problem:
         error = problem
-    for failure in gather(error, grid):
-        if failure is not None:
-            raise failure
+    for rank, sent in enumerate(gather(None if error is None else _sendable(error), grid)):
+        if sent is not None:
+            raise error if rank == grid.rank and error is not None else sent
     return result
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return the error, or one with its text if pickling fails or loses the text: the other ranks wait for it.
+
+    The replacement is a ValueError or an OSError if the error is one, because they decide the exit status.
+    """
+    try:
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
+            return error
+    except Exception:  # a class may raise anything
+        pass
+    for kind in (ValueError, OSError):
+        if isinstance(error, kind):
+            return kind(str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Set the timeout of the collectives of every group. Preparation, the first step and saves take longer (as in torchtitan)."""
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def barrier(grid: Grid) -> None:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from megatron_lite.parallel.launcher import claim_rank, join_launcher
 
+START_TIMEOUT_MINUTES = 30.0  # of collectives before the first step
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -76,7 +78,12 @@ class Grid:
 
 
 def init_grid(
-    device: str = "auto", timeout_minutes: float = 30.0, *, tensor: int = 1, pipeline: int = 1, context: int = 1
+    device: str = "auto",
+    timeout_minutes: float = START_TIMEOUT_MINUTES,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
 ) -> Grid:
     """Join the run that the environment describes and return this process's coordinates.
 

@@ -21,6 +21,8 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.validation import ValidationSet
 from tools.loading.token_data import PreparedData
 
+PREPARATION_HOURS = 24.0  # longest time that ranks wait for the one that prepares the data
+
 
 def training_samples(
     config: Config[Any], data: PreparedData, tokenizer: Tokenizer, steps: int, step: int = 0, consumed_samples: int = 0

@@ -21,7 +21,7 @@ from megatron_lite.validation import ValidationSet
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.loading.image_data import CLASSES, augmentation_of, image_files, open_images
-from tools.pretraining.data import EvenSubset, num_samples, training_steps, validation_batches
+from tools.pretraining.data import PREPARATION_HOURS, EvenSubset, num_samples, training_steps, validation_batches
 from tools.pretraining.teacher import TaughtSteps, Teacher
 from tools.reporting.image_figures import CONFUSIONS, PREDICTIONS, draw_confusions, draw_predictions
 
@@ -38,7 +38,8 @@ class ImageObjective:
         self._config, self._grid = config, grid
         assert config.model.image_size is not None
         self._augmentation = augmentation_of(config.data.images, config.model.image_size)
-        on_main(grid, lambda: self._open("train") and None)  # one process writes the cache
+        # One process writes the cache.
+        on_main(grid, lambda: self._open("train") and None, timeout_hours=PREPARATION_HOURS)
         files = [image_files(config.data.images, part) for part in ("train", "validation", "test")]
         paths = [path for one in files if one is not None for path in one.parquet]
         require_agreement({"data": file_facts(paths)}, grid)

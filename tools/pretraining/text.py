@@ -20,7 +20,7 @@ from tools.evaluation.during_training import suite_evaluation
 from tools.inference.generation import complete
 from tools.loading.token_data import PreparedData, check_sequence_length, prepared_data
 from tools.loading.tokenizer import check_same_tokenizer, save_tokenizer
-from tools.pretraining.data import training_samples, training_steps, validation_set
+from tools.pretraining.data import PREPARATION_HOURS, training_samples, training_steps, validation_set
 from tools.pretraining.unigram_baseline import unigram_baseline
 
 
@@ -31,7 +31,9 @@ class TextObjective:
     """
 
     def __init__(self, config: Config[ModelConfig], start: StartPoint | None, grid: Grid) -> None:
-        data: PreparedData = on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
+        data: PreparedData = on_main(
+            grid, lambda: prepared_data(config.data, config.model.vocab_size), timeout_hours=PREPARATION_HOURS
+        )
         on_main(grid, lambda: check_sequence_length(data, config.batch.sequence_length))
         require_agreement({"data": file_facts(data.files)}, grid)
         self._tokenizer = tokenizer = data.load_tokenizer()
@@ -49,7 +51,8 @@ class TextObjective:
                 self._config, self._data, self._tokenizer, steps, state.step, state.consumed_samples
             )
 
-        on_main(self._grid, lambda: build() and None)  # one process writes the cache of the sample order
+        # One process writes the cache of the sample order.
+        on_main(self._grid, lambda: build() and None, timeout_hours=PREPARATION_HOURS)
         return build()
 
     def training_steps(self, samples: Any) -> Callable[[int], Steps]:
