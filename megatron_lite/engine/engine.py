@@ -23,7 +23,7 @@ from megatron_lite.engine.deepspeed import deepspeed_config, import_deepspeed, r
 from megatron_lite.engine.model_shard import LayerSpec, ModelShard
 from megatron_lite.engine.optimizer import optimizer_of
 from megatron_lite.engine.parallelize import parallelize
-from megatron_lite.engine.precision import fp8_summary
+from megatron_lite.engine.precision import check_dtype, fp8_summary
 from megatron_lite.engine.sequential import Batch, Sequential
 from megatron_lite.metrics.per_source_loss import per_source_loss, with_loss_weight_grad
 from megatron_lite.optim.bf16_optimizer import patch_bf16_optimizer
@@ -110,8 +110,7 @@ class Engine:
         count_correct: bool = False,
         predicted_fraction: float = 1.0,
     ) -> None:
-        if dtype == "fp16" and grid.device.type == "cpu":
-            raise ValueError("precision.dtype: fp16 does not train on a CPU; use bf16 or fp32")
+        check_dtype(dtype, grid.device)
         if precision.fp8.recipe != "none":
             check_device(grid.device, dtype, precision.fp8.recipe)
         self.grid, self.dtype, self.accumulation = grid, dtype, accumulation

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.schedule import OptimizerStep
+from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import Tensor, nn
 
@@ -76,7 +77,8 @@ class Stage(PipelineModule):
             decide(self._nll)
             type(engine)._exec_optimizer_step(engine, **options)
 
-        engine._INSTRUCTION_MAP = {**type(engine)._INSTRUCTION_MAP, OptimizerStep: optimizer_step}
+        changed = {OptimizerStep: optimizer_step, ReduceTiedGrads: _reduce_tied_gradients}
+        engine._INSTRUCTION_MAP = {**type(engine)._INSTRUCTION_MAP, **changed}
         self._feed(engine, batches, scale)
         engine.train_batch(iter([(batch["tokens"], batch["labels"]) for batch in batches]))
         # DeepSpeed keeps its last instruction. With `decide` that would be a reference cycle with the trainer's engine.
@@ -108,6 +110,18 @@ class Stage(PipelineModule):
     def _partition_layers(self, method: str = "") -> None:
         self.parts = self._bounds
         self._set_bounds(self._bounds[self.stage_id], self._bounds[self.stage_id + 1])
+
+
+def _reduce_tied_gradients(engine: Any) -> None:
+    """Sum the gradients of weights that stages share.
+
+    In fp16 DeepSpeed accumulates gradients in the attribute `grad_accum`, but sums `grad`, which is None then.
+    """
+    if not getattr(engine.optimizer, "use_grad_accum_attribute", False):
+        type(engine)._exec_reduce_tied_grads(engine)
+        return
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        dist.all_reduce(weight.grad_accum, group=group)
 
 
 class _Tied(TiedLayerSpec):

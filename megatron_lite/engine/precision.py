@@ -1,4 +1,4 @@
-"""The faster number format of a machine, and which layers multiply in FP8."""
+"""The number formats of a machine, the faster one, and which layers multiply in FP8."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:
         seconds[name] = sorted(runs)[1]
     # bf16 also pays for conversions around the float32 gates: it must win clearly.
     return "bf16" if seconds["bf16"] < 0.7 * seconds["fp32"] else "fp32"
+
+
+def check_dtype(dtype: str, device: torch.device) -> None:
+    """Raise ValueError for fp16 on a CPU."""
+    if dtype == "fp16" and device.type == "cpu":
+        raise ValueError("precision.dtype = fp16 does not train on a CPU: bf16 and fp32 are allowed")
 
 
 def is_fp8_layer(fp8: Fp8Config, index: int, count: int) -> bool:

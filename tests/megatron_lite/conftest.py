@@ -57,6 +57,16 @@ def leave_bf16_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     reduce_in_float32(monkeypatch)
 
 
+def allow_fp16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines train in fp16 on a CPU, which is slow: its layouts have no other test without a GPU."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    monkeypatch.setattr(megatron_lite.engine.engine, "check_dtype", lambda *_: None)
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda _: True)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    monkeypatch.setattr(CPU_Accelerator, "supported_dtypes", lambda _: dtypes)
+
+
 def reduce_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = megatron_lite.engine.engine.deepspeed_config
     exact = {"communication_data_type": "fp32"}

@@ -381,6 +381,11 @@ def cases(processes: int) -> list[LayoutCase]:
             for name, layout in (EVERY[2] | HYBRID[2]).items()
             if name in ("data2", "tensor2_sequence", "pipeline2", "data2_zero2", "data2_zero3")
         ]
+        selected += [
+            LayoutCase("hybrid", name, layout, dtype="fp16")
+            for name, layout in (EVERY[2] | HYBRID[2]).items()
+            if name in ("data2", "tensor2_sequence", "pipeline2", "data2_zero3")
+        ]
         recorded = {**EVERY[2]["tensor2_overlap"], "cuda_graph": True}  # on CUDA
         selected += [
             LayoutCase("metala", "tensor2_overlap_recorded", recorded, dtype=dtype) for dtype in ("bf16", "fp32")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.fp8_schema import Fp8Config
-from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.config.schema import Fp16Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.grid import Grid, init_grid
@@ -25,7 +25,7 @@ from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.operators.context_parallel import context_parallel
 from models.recompute import recompute_elementwise
-from tests.megatron_lite.conftest import leave_bf16_steps, reduce_in_float32
+from tests.megatron_lite.conftest import allow_fp16_on_a_cpu, leave_bf16_steps, reduce_in_float32
 from tests.parity import layouts
 from tests.parity.launch import leave
 from tests.parity.layouts import LR, STEPS, WARMUP
@@ -84,7 +84,11 @@ def engine_of(
         accumulation=2 * layouts.MICRO_BATCHES // micro_batch_size // grid.data_size,
         optimizer=OptimizerConfig(lr=LR, **layouts.OPTIMIZERS[optimizer]),
         parallel=ParallelConfig(**parallel),
-        precision=PrecisionConfig(optimizer_state=state, fp8=Fp8Config(recipe=fp8)),  # type: ignore[arg-type]
+        precision=PrecisionConfig(
+            optimizer_state=state,  # type: ignore[arg-type]
+            fp16=Fp16Config(initial_scale_power=8),
+            fp8=Fp8Config(recipe=fp8),  # type: ignore[arg-type]
+        ),
         sequence_length=layouts.LENGTH,
         context_parallel=context_parallel,
         recompute=recompute_elementwise,
@@ -224,7 +228,10 @@ def main(processes: int, out: Path) -> None:
     for case in layouts.cases(processes):
         begin(case.name)
         try:
-            results[case.name] = run(case)
+            with pytest.MonkeyPatch.context() as patch:
+                if case.dtype == "fp16":
+                    allow_fp16_on_a_cpu(patch)
+                results[case.name] = run(case)
         except Exception:
             results[case.name] = {"error": traceback.format_exc()}
             print(f"{case.name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
