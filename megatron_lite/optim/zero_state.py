@@ -107,6 +107,9 @@ class OptimizerState:
     ) -> None:
         self._zero, self._adamw, self._parameters = zero, adamw, list(parameters)
         self._stage, self._dtype, self._grid = stage, dtype, grid
+        if dtype == "fp16":
+            # At the minimum DeepSpeed would raise. Steps are skipped instead, and the trainer limits their number.
+            zero.loss_scaler.raise_error_at_min_scale = False
         # AdamW creates its state at the first step, but a checkpoint may be loaded before.
         for index, flat in enumerate(self._flats):
             state = {

@@ -16,7 +16,7 @@ from megatron_lite.engine.engine import StepResult
 from megatron_lite.fault_tolerance.guards import SpikeGuard
 from megatron_lite.optim.lr_schedule import learning_rate
 from tests import oracle
-from tests.megatron_lite.conftest import batches, leave_bf16_steps, model_config
+from tests.megatron_lite.conftest import allow_fp16_on_a_cpu, batches, leave_bf16_steps, model_config
 
 LR, WARMUP = 1e-4, 3  # a higher rate amplifies float32 rounding past the tolerances below
 
@@ -190,6 +190,20 @@ def test_a_step_without_weight_has_no_loss_and_is_skipped(build, dtype):
     assert (guard.mean, guard.seen) == (loss, 1)
     after = [fragment.tensors["weight"] for fragment in engine.optimizer_state.fragments()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_steps_are_skipped_at_the_minimum_loss_scale(build, monkeypatch):
+    """Skip a step on request and one whose gradient overflows; DeepSpeed would end the run."""
+    allow_fp16_on_a_cpu(monkeypatch)
+    scale = {"initial_scale_power": 3, "min_scale": 8.0, "hysteresis": 1}
+    engine = build(model_config(), dtype="fp16", precision={"fp16": scale})
+    steps = batches(3)
+    assert engine.train_step(steps[0], lr=LR, should_skip=lambda _: True).skipped
+    handle = next(engine.layers[1].parameters()).register_hook(lambda gradient: gradient * math.inf)
+    assert engine.train_step(steps[1], lr=LR).skipped
+    handle.remove()
+    result = engine.train_step(steps[2], lr=LR)
+    assert (result.skipped, result.loss_scale) == (False, 8.0)
 
 
 def test_seed_decides_the_model(build):
