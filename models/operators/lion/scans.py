@@ -110,7 +110,9 @@ class _ScanPerValueChannel(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, log_decay, cu_seqlens)
         ctx.scale = scale
-        with torch.inference_mode(False), torch.enable_grad(), without_autocast(v):
+        # Activation checkpointing packs tensors by hooks. It would recompute the whole layer to unpack those of this inner graph.
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.inference_mode(False), torch.enable_grad(), without_autocast(v), keep:
             # Autograd refuses inference tensors, but not their copies.
             q, k, v, log_decay = (x.clone() if x.is_inference() else x.detach() for x in (q, k, v, log_decay))
             query = torch.zeros_like(v, requires_grad=True)

@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.engine.engine import StepResult
 from megatron_lite.fault_tolerance.guards import SpikeGuard
 from megatron_lite.optim.lr_schedule import learning_rate
+from models.block import Block
 from tests import oracle
 from tests.megatron_lite.conftest import allow_fp16_on_a_cpu, batches, leave_bf16_steps, model_config
 
@@ -71,6 +72,24 @@ def test_activation_checkpointing_changes_nothing(build, mode, others, stage):
     expected = oracle_steps(config, steps)
     engine = build(config, zero_stage=stage, activation_checkpointing={"mode": mode, "every": 2, "others": others})
     assert_equal(run(engine, steps), expected)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_layer_with_a_gradient_in_its_forward_pass_is_recomputed_once(build, monkeypatch, mode):
+    """With one decay per channel of values, LION's forward pass is a gradient of gated linear attention."""
+    config = model_config(("lion",), mixer_options={"lion": {"causal": False, "decay_per": "value_channel"}})
+    steps, passes = batches(2), []
+    plain = run(build(config), steps)
+    forward = Block.forward
+    monkeypatch.setattr(
+        Block, "forward", lambda block, *args, **words: passes.append(1) or forward(block, *args, **words)
+    )
+    assert_equal(
+        run(build(config, activation_checkpointing={"mode": mode}), steps),
+        [(result.loss, result.gradient_norm) for result in plain],
+    )
+    micro_batches = sum(map(len, steps))
+    assert len(passes) == 2 * micro_batches * config.num_layers
 
 
 def test_selective_checkpointing_with_zero_3(build, tmp_path):
