@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.writer import refuse_not_finite
 from megatron_lite.config.schema import Config
-from megatron_lite.engine.engine import Batch, Engine
+from megatron_lite.engine.engine import Batch, Engine, StepResult
 from megatron_lite.fault_tolerance.finite_check import fault_of_loss, state_not_finite
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
 from megatron_lite.fault_tolerance.heartbeat import Heartbeat
@@ -226,22 +226,7 @@ class Trainer(Generic[ModelT]):
         state.seconds += seconds
         state.skipped_steps += result.skipped
         state.loss_mean, state.losses_seen = self._spikes.mean, self._spikes.seen
-        stragglers = self._stragglers.compare(data_seconds) if self._stragglers.is_due(state.step) else None
-        if self.metrics is not None and (_due(state.step, config.logging.interval) or result.skipped):
-            values = self._step_metrics.values(
-                result,
-                lr=lr,
-                tokens=tokens,
-                consumed_tokens=state.consumed_tokens,
-                skipped_steps=state.skipped_steps,
-                seconds=seconds,
-                data_seconds=data_seconds,
-                stragglers=stragglers,
-            )
-            self._log({**values, **sources.take()}, "train")
-        if self.metrics is not None and stragglers is not None:
-            for text in stragglers.slow:
-                self.metrics.warn(state.step, text, kind="slow_rank")
+        self._log_step(result, lr=lr, tokens=tokens, seconds=seconds, data_seconds=data_seconds)
         try:
             self._replicas.finish()
             self._skips.record(
@@ -255,6 +240,27 @@ class Trainer(Generic[ModelT]):
             self._note_saved(self._checkpointer.finish())
             raise
         state.skipped_in_a_row = self._skips.in_a_row
+
+    def _log_step(self, result: StepResult, *, lr: float, tokens: int, seconds: float, data_seconds: float) -> None:
+        """Log the values of the last step if they are due, and slow ranks. Every process calls it."""
+        state = self.state
+        stragglers = self._stragglers.compare(data_seconds) if self._stragglers.is_due(state.step) else None
+        if self.metrics is None:
+            return
+        if _due(state.step, self.config.logging.interval) or result.skipped:
+            values = self._step_metrics.values(
+                result,
+                lr=lr,
+                tokens=tokens,
+                consumed_tokens=state.consumed_tokens,
+                skipped_steps=state.skipped_steps,
+                seconds=seconds,
+                data_seconds=data_seconds,
+                stragglers=stragglers,
+            )
+            self._log({**values, **self._sources.take()}, "train")
+        for text in stragglers.slow if stragglers is not None else ():
+            self.metrics.warn(state.step, text, kind="slow_rank")
 
     def _before_update(self, loss: float) -> bool:
         """Return whether to skip the update. The weights are still those of this step's forward pass."""

@@ -115,7 +115,7 @@ class Engine:
             check_device(grid.device, dtype, precision.fp8.recipe)
         self.grid, self.dtype, self.accumulation = grid, dtype, accumulation
         self._num_correct = torch.zeros((), dtype=torch.float64, device=grid.device) if count_correct else None
-        deepspeed = import_deepspeed()
+        import_deepspeed()
         self._shard = shard = ModelShard(
             specs,
             build_layer,
@@ -152,15 +152,7 @@ class Engine:
             parallel=parallel,
             precision=precision,
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory statistics
-            model, mpu = self._module(calls)
-            for index, filler in enumerate(fillers):
-                model.register_parameter(f"filler{index}", filler)
-            self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=mpu)
-        share_weights(zero)
-        cuda = grid.device.type == "cuda"
-        kernels = cuda and find_spec("triton") is not None
-        patch_bf16_optimizer(self._engine, zero, grid.replicas, release=cuda, kernels=kernels)
+        zero = self._start_deepspeed(calls, client, fillers, settings)
         self.zero_stage = max(1, parallel.zero_stage)
         self.optimizer_state = OptimizerState(
             zero,
@@ -215,17 +207,7 @@ class Engine:
             on_device = [self._to_device(batch) for batch in batches]
             self._stage.train_step(self._engine, on_device, scale, lambda nll: decide(self._sums(nll)))
         else:
-            total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-            for index, batch in enumerate(batches):
-                nll = self._engine(self._to_device(batch))
-                total += nll.detach()
-                last = index == len(batches) - 1
-                # The copy to the host starts before the backward pass, so that the host does not wait for that pass.
-                sums = self._sums(total) if last else None
-                self._engine.backward(nll * scale)
-                if sums is not None:
-                    decide(sums)
-                self._engine.step()
+            self._accumulate(batches, scale, decide)
         if invalid:  # not an overflow, so the loss scale stays
             self.optimizer_state.loss_scaler = scaler
         skipped = not self._engine.was_step_applied()
@@ -237,6 +219,25 @@ class Engine:
         return StepResult(
             loss, float(norm), skipped, loss_scale, by_source, None if self._num_correct is None else num_correct
         )
+
+    def _accumulate(
+        self, batches: Sequence[Batch], scale: float, decide: Callable[[Callable[[], list[float]]], None]
+    ) -> None:
+        """Run the passes of all micro-batches and the update, without pipeline stages. The loss is scale * sum(weight * nll).
+
+        decide: called with the function of `_sums` after the last backward pass and before the update.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+        for index, batch in enumerate(batches):
+            nll = self._engine(self._to_device(batch))
+            total += nll.detach()
+            last = index == len(batches) - 1
+            # The copy to the host starts before the backward pass, so that the host does not wait for that pass.
+            sums = self._sums(total) if last else None
+            self._engine.backward(nll * scale)
+            if sums is not None:
+                decide(sums)
+            self._engine.step()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -326,6 +327,30 @@ class Engine:
 
         deepspeed.utils.groups.mpu = None
         restore_linear()
+
+    def _start_deepspeed(
+        self,
+        calls: Mapping[int, Callable[..., Tensor]],
+        optimizer: torch.optim.Optimizer,
+        fillers: Sequence[nn.Parameter],
+        settings: Mapping[str, Any],
+    ) -> Any:
+        """Build DeepSpeed's engine around the layers and return its ZeRO optimizer, patched.
+
+        calls: from `parallelize`. optimizer, fillers: from `optimizer_of`. settings: from `deepspeed_config`.
+        """
+        import deepspeed
+
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory statistics
+            model, mpu = self._module(calls)
+            for index, filler in enumerate(fillers):
+                model.register_parameter(f"filler{index}", filler)
+            self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
+        share_weights(zero)
+        cuda = self.grid.device.type == "cuda"
+        kernels = cuda and find_spec("triton") is not None
+        patch_bf16_optimizer(self._engine, zero, self.grid.replicas, release=cuda, kernels=kernels)
+        return zero
 
     def _module(self, calls: Mapping[int, Callable[..., Tensor]]) -> tuple[nn.Module, Any]:
         """Return the module for DeepSpeed, and its "mpu" unless the module has its own."""
