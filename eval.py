@@ -13,6 +13,7 @@ from tools.evaluation.request import EvaluationRequest
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if any(word.startswith("--suite") for word in words):
         from tools.synthetic.command import synthetic_command, synthetic_suite

@@ -1,0 +1,1 @@
+"""Write, read, verify and reshard checkpoints. Start with `reader.py`, which describes the format."""

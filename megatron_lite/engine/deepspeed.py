@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import ParallelConfig, PrecisionConfig
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.planning.memory import BUCKET
 
 _TORCH_LINEAR = torch.nn.functional.linear
 
@@ -37,8 +38,8 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`. accumulation: micro-batches per step on this rank."""
     parameters = sum(p.numel() for layer in layers for p in layer.parameters())
-    # The default bucket of 5e8 elements takes gigabytes, which a small model does not need. DeepSpeed refuses odd sizes.
-    bucket = min(500_000_000, -(-max(parameters, 1) // 1024) * 1024)
+    # DeepSpeed's default bucket takes gigabytes, which a small model does not need. DeepSpeed refuses odd sizes.
+    bucket = min(BUCKET, -(-max(parameters, 1) // 1024) * 1024)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_lite.optim.muon import BATCH
 
 GIB = 2**30
-BUCKET = 500_000_000  # elements per reduction bucket, DeepSpeed's default (engine/deepspeed.py has it too)
+BUCKET = 500_000_000  # most elements per reduction bucket, DeepSpeed's default
 LIVE_PARAMETERS = 1_000_000_000  # parameters that ZeRO 3 keeps gathered (stage3_max_live_parameters)
 
 
