@@ -112,10 +112,12 @@ class PatchedStep:
             if self._reads_in_place():
                 gradients = [[parameter.grad for parameter in parameters] for parameters in zero.bf16_groups]
             square = self._arithmetic.square(gradients)
-            if zero.mpu is not None:
-                dist.all_reduce(square, group=zero.mpu.get_model_parallel_group())
             if dist.get_world_size(zero.dp_process_group) > 1:
                 dist.all_reduce(square, group=zero.dp_process_group)
+            # Last, so that tensor ranks and stages clip the weights that they share by the same bits. Sums over different
+            # groups of replicas may differ in their order.
+            if zero.mpu is not None:
+                dist.all_reduce(square, group=zero.mpu.get_model_parallel_group())
             length = square.sqrt()
             # The copy to the host starts before the update is queued, so that the host does not wait for the update.
             fetch_norm = async_to_host(length)

@@ -204,3 +204,21 @@ def test_optimizers_whose_step_is_replaced(monkeypatch, state, stages, replicas,
     if replaced:
         for micro_batches in (1, 2):
             assert zero.step.__self__._reads_in_place() == (alone and (micro_batches == 1 or state == "bf16"))
+
+
+def test_norm_is_summed_over_tensor_ranks_and_stages_last(monkeypatch):
+    """Tensor ranks and stages share weights and clip them by the same bits, whatever the order of sums over their replicas."""
+    groups: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda _, group: groups.append(group))
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(bf16_optimizer.PatchedStep, "_gather", lambda _: None)
+    unit = SimpleNamespace(get_model_parallel_group=lambda: "tensor ranks and stages")
+    names = ("bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat")
+    empty: dict[str, Any] = {name: [] for name in names}
+    zero = SimpleNamespace(**empty, clip_grad=1.0, mpu=unit, dp_process_group="replicas")
+    passes: Any = SimpleNamespace(
+        square=lambda _: torch.full((1,), 4.0), update=lambda *_: None, count_update=lambda _: None
+    )
+    bf16_optimizer.PatchedStep(zero, lambda: False, False, passes).step()
+    assert groups == ["replicas", "tensor ranks and stages"]
+    assert zero._global_grad_norm == 2.0
