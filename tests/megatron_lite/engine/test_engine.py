@@ -76,7 +76,7 @@ def test_activation_checkpointing_changes_nothing(build, mode, others, stage):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_layer_with_a_gradient_in_its_forward_pass_is_recomputed_once(build, monkeypatch, mode):
-    """With one decay per channel of values, LION's forward pass is a gradient of gated linear attention."""
+    """Test LION with one decay per channel of values: its forward pass is a gradient of gated linear attention."""
     config = model_config(("lion",), mixer_options={"lion": {"causal": False, "decay_per": "value_channel"}})
     steps, passes = batches(2), []
     plain = run(build(config), steps)
