@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -76,10 +77,14 @@ def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_p
     assert manifest["state"]["consumed_samples"] == 32
     assert manifest["tensors"]["blocks.0.mixer.q_proj.weight"]["partition"] == "column"
 
-    assert train.main(arguments()) == 0
+    words = arguments()
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    assert train.main(words) == 0
     again = capsys.readouterr().out
     assert "is complete: 8 steps" in again
-    assert "checkpoint.resume=never" in again
+    longer = [word for word in words if not word.startswith("schedule.train_steps=")] + ["schedule.train_steps=16"]
+    assert f"  python train.py {shlex.join(longer)}   # train twice as long\n" in again
+    assert f"  python train.py {shlex.join([*words, 'checkpoint.resume=never'])}   # train again" in again
     assert "  it was trained with evaluation.interval = 4, not 0; evaluation.batches = 2, not 8\n" in again
     monkeypatch.setattr("tools.planning.dry_run._time_layers", lambda *_: None)
     # Of the complete run, and of a longer one.

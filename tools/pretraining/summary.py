@@ -87,7 +87,7 @@ def summary(config: Config[Any], result: FitResult, objective: Objective) -> str
         f"summary      {folder / 'summary.json'}",
         "",
         "next:",
-        f"  {command(config, 2 * state.step)}   # train twice as long",
+        f"  {longer_command(config, 2 * state.step)}   # train twice as long",
         *_uses(config),
     ]
     return "\n".join(lines)
@@ -118,20 +118,26 @@ def _has_fixed_start(config: Config[Any]) -> bool:
     return resume == "never" or is_own_checkpoint(resume, Path(config.checkpoint.directory))
 
 
-def command(config: Config[Any], steps: int) -> str:
+def longer_command(config: Config[Any], steps: int) -> str:
     """Return the command that continues the training to `steps`, with the arguments of the running command."""
-    words = [word for word in sys.argv[1:] if not word.startswith("schedule.train_steps=")]
+    values = {"schedule.train_steps": str(steps)}
     if config.schedule.time_budget_minutes is not None:
         # A resumed run with a time budget keeps the number of steps of its checkpoint.
-        words = [word for word in words if not word.startswith("schedule.time_budget")]
-        words.append("schedule.time_budget_minutes=null")
+        values = {"schedule.time_budget_minutes": "null", **values}
     if _has_fixed_start(config):
-        words = [*(word for word in words if not word.startswith("checkpoint.resume=")), "checkpoint.resume=auto"]
+        values = {"checkpoint.resume": "auto", **values}
+    return _command(config, values)
+
+
+def _command(config: Config[Any], values: Mapping[str, str]) -> str:
+    """Return the running command with other values of some keys."""
+    words = [word for word in sys.argv[1:] if word.partition("=")[0] not in values]
+    words += [f"{key}={value}" for key, value in values.items()]
     processes = config.batch.data_ranks * config.parallel.model_ranks
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(processes)  # torchrun started all of them on this machine
     launcher = f"torchrun --nproc-per-node {processes}" if is_local else "..."
     start = "python" if processes == 1 else launcher
-    return f"{start} train.py {shlex.join([*words, f'schedule.train_steps={steps}'])}"
+    return f"{start} train.py {shlex.join(words)}"
 
 
 def start_message(
@@ -185,9 +191,9 @@ def complete_message(config: Config[Any], source: Path, step: int) -> str:
     lines = [
         f"the run {config.run.name} is complete: {step} steps, {source}",
         *([f"  it was trained with {changed}"] if (changed := changed_values(config, source)) else []),
-        f"  python train.py ... schedule.train_steps={2 * step}   # train longer",
-        f"  python train.py ... run.name={config.run.name}-2   # another run",
-        "  python train.py ... checkpoint.resume=never   # train again from step 0",
+        f"  {longer_command(config, 2 * step)}   # train twice as long",
+        f"  {_command(config, {'run.name': f'{config.run.name}-2'})}   # another run",
+        f"  {_command(config, {'checkpoint.resume': 'never'})}   # train again from step 0",
         *_uses(config),
     ]
     return "\n".join(lines)
