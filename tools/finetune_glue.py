@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import read_json, write_json, write_text
-from tools.cli.arguments import command, command_line, positive, words
+from tools.cli.arguments import command, command_line, interrupted, positive, words
 from tools.evaluation.glue_training import Recipe, finetune, load_recipe, majority_scores, splits_read
 from tools.reporting.tables import markdown_table, plain_table
 
@@ -69,7 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_export = (options.checkpoint / "config.json").is_file()
     output = options.output or (options.checkpoint if is_export else run_of(options.checkpoint)) / "glue"
     session = Session(options.checkpoint, recipe, output, options.data, options.seeds, options.hold_out)
-    print(f"\n{session.run(names, chained=options.start == 'recipe')}\n{output / 'glue.md'}")
+    try:
+        scores = session.run(names, chained=options.start == "recipe")
+    except KeyboardInterrupt:
+        return interrupted("the same command resumes after the last finished run")
+    print(f"\n{scores}\n{output / 'glue.md'}")
     return 0
 
 

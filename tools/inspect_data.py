@@ -96,7 +96,7 @@ def _print_shared(options: argparse.Namespace) -> int:
     tokens = IndexedTokens(options.prefix)
     equal = sum(document.equal for document in shared)
     print(
-        f"{len(shared):,} of {len(tokens):,} documents are in the training text: {equal:,} equal ones,"
+        f"documents in the training text: {len(shared):,} of {len(tokens):,}, {equal:,} equal and"
         f" {len(shared) - equal:,} with at least {options.overlap:.0%} of their {options.ngram_words}-word n-grams"
     )
     return FAILED if shared else 0

@@ -22,7 +22,7 @@ from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.filters import Filters
 from data.preprocessing.pipeline import finished, preprocess
 from data.tokenizer import merges_of
-from tools.cli.arguments import command, command_line, from_zero, positive, share, words
+from tools.cli.arguments import command, command_line, from_zero, interrupted, positive, share, words
 
 # Names of tokenizer types, including those of GPT-NeoX and Megatron-LM.
 TOKENIZER_TYPES = {
@@ -112,9 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("complete: written before from this input with these settings (--overwrite writes it again)")
         return 0
     start = time.perf_counter()
-    manifests = preprocess(
-        files, options.output_prefix, settings, workers=options.workers, progress=not options.no_progress
-    )
+    try:
+        manifests = preprocess(
+            files, options.output_prefix, settings, workers=options.workers, progress=not options.no_progress
+        )
+    except KeyboardInterrupt:
+        return interrupted("the same command resumes after the last finished part")
     seconds = time.perf_counter() - start
     _print_summary(options, manifests, licences)
     tokens = sum(manifest["tokens"] for manifest in manifests.values())
@@ -193,8 +196,8 @@ def _parser() -> argparse.ArgumentParser:
         "no file has it in its first documents",
     )
     add("--min-characters", type=from_zero, default=0, metavar="N", help="skip shorter documents (0)")
-    add("--deduplicate", action="store_true", help="skip documents whose text equals an earlier one")
     add = parser.add_argument_group("filters (removed documents are counted per reason)").add_argument
+    add("--deduplicate", action="store_true", help="skip documents whose text equals an earlier one")
     add(
         "--near-duplicates",
         type=float,

@@ -62,11 +62,7 @@ def _write_data_card(prefix: Path, manifest: Mapping[str, Any], licences: Mappin
         "",
         "## Removed documents",
         "",
-        "Counts cover all outputs of the job that wrote this file. A document counts under the first reason.",
-        "",
-        "| reason | documents |",
-        "|---|---:|",
-        *(f"| {_cell(reason)} | {count:,} |" for reason, count in manifest["skipped"].items()),
+        *_removed_documents(manifest["skipped"]),
         "",
         "## Settings",
         "",
@@ -78,6 +74,19 @@ def _write_data_card(prefix: Path, manifest: Mapping[str, Any], licences: Mappin
     card = data_card_path(prefix)
     write_text(card, "\n".join(lines) + "\n")
     return card
+
+
+def _removed_documents(counts: Mapping[str, int]) -> list[str]:
+    """Return the lines of the section on removed documents. counts: documents per reason."""
+    if not counts:
+        return ["No document was removed."]
+    return [
+        "Counts cover all outputs of the job that wrote this file. A document counts under the first reason.",
+        "",
+        "| reason | documents |",
+        "|---|---:|",
+        *(f"| {_cell(reason)} | {count:,} |" for reason, count in counts.items()),
+    ]
 
 
 def _cell(value: Any) -> str:

@@ -43,19 +43,19 @@ def test_shared_documents_are_named(prefixes, capsys):
     assert lines[2].endswith(": 100% of its 88 n-grams")
     assert lines[3].endswith(": 66% of its 88 n-grams")
     assert lines[-1] == (
-        "4 of 7 documents are in the training text: 2 equal ones, 2 with at least 50% of their 13-word n-grams"
+        "documents in the training text: 4 of 7, 2 equal and 2 with at least 50% of their 13-word n-grams"
     )
     assert main([held_out, "--trained-on", train, "--overlap", "0.2"]) == 1
     assert "document 4 (a, " in capsys.readouterr().out
     assert main([train, "--trained-on", held_out, "--overlap", "1", "--ngram-words", "90"]) == 1
-    assert "3 of 5 documents" in capsys.readouterr().out
+    assert "training text: 3 of 5, " in capsys.readouterr().out
 
 
 def test_disjoint_sets_pass_and_unknown_tokenizers_are_refused(prefixes, tmp_path, capsys, inline):
     path = write(tmp_path / "more.jsonl", [{"text": "nothing in common"}])
     preprocess(source_files(path), tmp_path / "more", PreprocessingSettings("bytes"), progress=False)
     assert main([str(tmp_path / "more_text_document"), "--trained-on", *prefixes]) == 0
-    assert "0 of 1 documents are in the training text" in capsys.readouterr().out
+    assert "documents in the training text: 0 of 1, " in capsys.readouterr().out
     with IndexedWriter(tmp_path / "plain", token_dtype(257)) as writer:
         writer.add_document([1, 2])
     assert main([str(tmp_path / "plain"), "--trained-on", prefixes[0]]) == 2

@@ -141,6 +141,24 @@ def test_source_names_stay_in_their_cells_of_the_card(tmp_path, inline):
     assert "\n| a \\| b c | not given | 1 |" in (tmp_path / "out_text_document.md").read_text()
 
 
+def test_card_without_removed_documents_says_so(tmp_path, inline):
+    path = write(tmp_path / "x.jsonl", [{"text": PROSE}])
+    words = ["--input", str(path), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out"), "--data-card"]
+    assert main(words) == 0
+    card = (tmp_path / "out_text_document.md").read_text()
+    assert "## Removed documents\n\nNo document was removed.\n\n## Settings" in card
+
+
+def test_ctrl_c_names_the_next_step(tmp_path, inline, capsys):
+    paths = [write(tmp_path / f"{n}.jsonl", [{"text": PROSE}]) for n in (1, 2)]
+    words = ["--input", *map(str, paths), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
+    Inline.stop_at = "2.jsonl"
+    assert main(words) == 130
+    assert "interrupted: the same command resumes after the last finished part" in capsys.readouterr().err
+    Inline.stop_at = None
+    assert main(words) == 0
+
+
 def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
     records = [{"text": f"{PROSE} {n} " * 4, "meta": {"pile_set_name": "ab"[n % 2]}} for n in range(4)]
     records += [{"text": " ".join(text_of(4))}, {"text": "kurz"}, records[0]]
