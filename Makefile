@@ -12,8 +12,9 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create .venv and install requirements.txt, unless both are up to date
 
+# The name of the stamp holds the checksum of requirements.txt, so another time of that file installs nothing again.
 # torch comes first: if the index offers a CPU build, later packages then do not install CUDA. DeepSpeed compiles no operators.
-$(STAMP): requirements.txt
+$(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	@echo "installing requirements.txt into $(VENV): about 2 GB, two minutes on a fast network"
 	$(PYTHON) -m venv $(VENV)
