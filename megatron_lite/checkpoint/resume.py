@@ -152,7 +152,10 @@ def _named_source(directory: Path, resume: str) -> Path | None:
     """
     has_begun = exists(directory)
     if resume != "auto" and (not has_begun or is_own_checkpoint(resume, directory)):
-        return resolve(resume)
+        try:
+            return resolve(resume)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint.resume = {resume}: {error}") from error
     return resolve(directory) if has_begun else None
 
 

@@ -97,7 +97,8 @@ def test_requeued_run_that_started_from_another_run_resumes_from_its_own_checkpo
     checkpoints = tmp_path / "resumed" / "checkpoints"
     # A named step of the run itself must exist.
     assert train.main([*words, f"checkpoint.resume={checkpoints / 'step_00000002'}"]) == 2
-    assert f"{checkpoints / 'step_00000002'} does not exist" in capsys.readouterr().err
+    step = checkpoints / "step_00000002"
+    assert f"error: checkpoint.resume = {step}: {step} does not exist" in capsys.readouterr().err
 
 
 def test_run_resumes_from_an_earlier_checkpoint_of_its_own(arguments, tmp_path, capsys):
