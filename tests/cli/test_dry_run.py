@@ -23,21 +23,21 @@ def test_memory_is_that_of_the_planner(arguments, monkeypatch, capsys):
 
     monkeypatch.setattr("tools.planning.dry_run.GIB", 2**20)
     out, memory = printed()
-    assert "a process on a GPU, bf16, ZeRO 1 over 1" in out
+    assert "memory       per process on a GPU, bf16, ZeRO 1 over 1 rank:" in out
     total = memory.pop("sum")
     planned = memory_of(read_config([str(ROOT / "configs/default.yml"), *words], 1), "bf16")
     assert memory == pytest.approx({name: size / 2**20 for name, size in planned.items()}, abs=0.05)
     assert total == pytest.approx(sum(memory.values()), abs=0.05)
     monkeypatch.setenv("WORLD_SIZE", "2")
     out, cut = printed("parallel.tensor=2")
-    assert "the fullest process of tensor 2 x pipeline 1 x context 1 on a GPU, bf16, ZeRO 1 over 1" in out
+    assert "the fullest process of tensor 2 x pipeline 1 x context 1 on a GPU, bf16, ZeRO 1 over 1 rank:" in out
     assert cut["optimizer"] == pytest.approx(memory["optimizer"] / 2, rel=0.05)
     assert memory["activations"] / 2 < cut["activations"] < memory["activations"]
     out, split = printed("parallel.context=2")
-    assert "ZeRO 1 over 2" in out
+    assert "ZeRO 1 over 2 ranks:" in out
     assert split["optimizer"] == pytest.approx(memory["optimizer"] / 2, rel=0.01)
     out, _ = printed("run.device=cpu", "precision.dtype=fp32")
-    assert "a process on a CPU, fp32, ZeRO 1 over 2" in out
+    assert "per process on a CPU, fp32, ZeRO 1 over 2 ranks:" in out
     hybrid = ["run.device=cpu", "parallel.context=2", "model.num_layers=4", "model.mixers=[metala, attention]"]
     out, _ = printed(*hybrid)
     assert "context 2 on a CPU" in out
@@ -87,7 +87,7 @@ def test_sample_on_a_cpu_is_short_and_has_its_faster_dtype(arguments, monkeypatc
     assert train.main([*words, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert f"sample       {dry_run.CPU_TOKENS} tokens forward and backward, fp32 on cpu" in out
-    assert f"a process on a GPU, {'bf16' if dtype == 'auto' else dtype}, " in out
+    assert f"per process on a GPU, {'bf16' if dtype == 'auto' else dtype}, " in out
     assert out.endswith("start        data and checkpoint are readable\n")
 
 

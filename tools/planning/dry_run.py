@@ -82,10 +82,11 @@ def dry_run(config: Config[ModelConfig]) -> int:
         check_device(device, dtype, config.precision.fp8.recipe)
         _print(f"fp8          {summary}")
     layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
-    where = f"the fullest process of {layout}" if layout.model_ranks > 1 else "a process"
+    where = f"the fullest process of {layout}" if layout.model_ranks > 1 else "per process"
     replicas = batch.data_ranks * layout.context
     _print(
-        f"memory       {where} on a {'GPU' if cuda else 'CPU'}, {dtype}, ZeRO {max(1, parallel.zero_stage)} over {replicas}:"
+        f"memory       {where} on a {'GPU' if cuda else 'CPU'}, {dtype}, ZeRO {max(1, parallel.zero_stage)} over "
+        f"{replicas} rank{'' if replicas == 1 else 's'}:"
     )
     memory = memory_of(config, dtype, cuda=cuda)
     for name, size in {**memory, "sum": sum(memory.values())}.items():
