@@ -15,6 +15,7 @@ from data.atomic_io import read_json, write_text
 from data.corpus.discovery import source_files
 from data.corpus.readers import read_documents
 from data.corpus.split import TextSample, split_position
+from data.progress import ProgressBar
 from data.tokenizer import load_tokenizer
 from data.train_sentencepiece import check_sentencepiece_size, train_sentencepiece
 from tools.cli.arguments import command, command_line, positive
@@ -55,12 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     held_out: list[str] = []
     sample = TextSample(options.sample_characters)
-    for document in read_documents(files, options.jsonl_key):
-        position = split_position(document)
-        if position < 0.01 and sum(map(len, held_out)) < 2_000_000:
-            held_out.append(document.text)
-        else:
-            sample.add(position, document.text)
+    total = sum(file.bytes for file in files)
+    with ProgressBar(total=total or None, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
+        for document in read_documents(files, options.jsonl_key, progress=bar.update):
+            position = split_position(document)
+            if position < 0.01 and sum(map(len, held_out)) < 2_000_000:
+                held_out.append(document.text)
+            else:
+                sample.add(position, document.text)
     if not sample.characters:  # with few documents, all hashes may select held-out documents
         for text in held_out:
             sample.add(0.0, text)

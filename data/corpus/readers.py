@@ -10,7 +10,7 @@ import functools
 import json
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,20 @@ def parse_block(block: Block, text_key: str = "text", source_key: str = SOURCE_K
     return parsed
 
 
-def read_documents(files: Sequence[SourceFile], text_key: str = "text") -> Iterator[Document]:
-    """Yield all documents of the files, in this process. Raises ValueError at the first line that does not parse."""
+def read_documents(
+    files: Sequence[SourceFile], text_key: str = "text", *, progress: Callable[[int], object] | None = None
+) -> Iterator[Document]:
+    """Yield all documents of the files, in this process. Raises ValueError at the first line that does not parse.
+
+    progress: called with the file bytes of each block, after its documents.
+    """
     for block in read_blocks(files):
         parsed = parse_block(block, text_key)
         if parsed.broken:
             raise ValueError(parsed.broken[0])
         yield from parsed.documents
+        if progress is not None:
+            progress(block.file_bytes)
 
 
 def _line_blocks(file: SourceFile, checksum: Checksum | None) -> Iterator[Block]:

@@ -1,5 +1,6 @@
 """tools.inspect_data and tools.train_tokenizer."""
 
+import gzip
 import json
 
 import numpy as np
@@ -132,6 +133,24 @@ def test_a_tokenizer_of_one_document(tmp_path, capsys, monkeypatch):
     assert train_tokenizer.main(words) == 0
     assert "280 pieces" in (printed := capsys.readouterr().out)
     assert "on the training text" in printed
+
+
+def test_reading_the_text_of_a_tokenizer_shows_progress(tmp_path, monkeypatch):
+    bars = []
+
+    class Recorded(train_tokenizer.ProgressBar):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            bars.append(self)
+
+    monkeypatch.setattr(train_tokenizer, "ProgressBar", Recorded)
+    lines = "".join(json.dumps({"text": f"some words of text {n} that go on\n" * 9}) + "\n" for n in range(30))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    words = ["--input", str(tmp_path), "--output", str(tmp_path / "t.model"), "--vocab-size", "300"]
+    assert train_tokenizer.main(words) == 0
+    (bar,) = bars
+    assert bar.n == bar.total == sum(path.stat().st_size for path in tmp_path.glob("*.jsonl*"))
 
 
 def test_kill_before_the_record_repeats_only_the_training(tmp_path, monkeypatch):
