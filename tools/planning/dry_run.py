@@ -45,7 +45,10 @@ def dry_run(config: Config[ModelConfig]) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     model, batch, parallel = config.model, config.batch, config.parallel
-    device = device_of(config.run.device)
+    try:
+        device = device_of(config.run.device)
+    except ValueError as error:
+        raise ValueError(f"run.device: {error}; run.device=auto counts the memory of a GPU on any machine") from error
     specs = layer_specs(model)
     with torch.device("meta"):
         layers = [spec.build() for spec in specs]
@@ -60,8 +63,8 @@ def dry_run(config: Config[ModelConfig]) -> int:
         f"head {sizes[-1]:,}{' (tied)' if specs[-1].tied_to else ''}"
     )
     _print(
-        f"batch        {batch.global_batch_size} = {batch.micro_batch_size} x {batch.gradient_accumulation_steps} "
-        f"accumulation x {batch.data_ranks} data ranks, sequence {batch.sequence_length}, "
+        f"batch        {batch.global_batch_size} = micro-batch {batch.micro_batch_size} x accumulation "
+        f"{batch.gradient_accumulation_steps} x data ranks {batch.data_ranks}, sequence {batch.sequence_length}, "
         f"{batch.tokens_per_step:,} tokens per step"
     )
     tokens = batch.tokens_of(config.schedule.train_steps)
