@@ -32,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Draw the curves of one or several runs: loss, throughput, learning rate, gradient norm.",
         (
             "examples:\n"
-            "  python -m tools.plot runs/default                     one run, to runs/default/plot.png\n"
-            "  python -m tools.plot runs/metala runs/gla -o both.pdf two runs in one picture\n"
-            "  python -m tools.plot runs/default --html              a report page, to runs/default/report.html\n"
-            "  python -m tools.plot runs/a runs/b runs/c --html      curves, configurations and scores, to runs.html\n"
+            "  python -m tools.plot runs/default                      one run, to runs/default/plot.png\n"
+            "  python -m tools.plot runs/metala runs/gla -o both.pdf  two runs in one picture\n"
+            "  python -m tools.plot runs/default --html               a report page, to runs/default/report.html\n"
+            "  python -m tools.plot runs/a runs/b runs/c --html       curves, configurations and scores, to runs.html\n"
         ),
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")

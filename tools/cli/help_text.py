@@ -8,7 +8,7 @@ import textwrap
 from itertools import groupby
 from typing import Any
 
-PROGRAMS = ("python ", "torchrun ", "metalion ")
+PROGRAMS = ("python ", "torchrun ", "metalion ", "curl ")
 # An option with its value, or a word. Quoted text stays whole, because a break inside would change it.
 _WORD = r"""(?:[^\s"']|"[^"]*"|'[^']*')+"""
 _COMMAND_PART = re.compile(rf"--\S+ (?!-){_WORD}|{_WORD}")

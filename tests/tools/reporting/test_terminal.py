@@ -16,6 +16,7 @@ from tools.reporting.tables import plain_table, printed_table
 HELP = """examples:
   python -m tools.serve out/                       a server
   python train.py --dtype bf16 --prompt "two words" --steps 3    a run
+  curl localhost:8000/v1/models -H 'a: b' -d '{"c": "d e"}'
 
 A first sentence. It has more words than the terminal has columns, here.
 Short."""
@@ -27,6 +28,7 @@ def test_help_fits_the_terminal_and_commands_stay_whole():
     assert max(map(len, narrow.splitlines())) <= 44
     assert narrow.splitlines()[1:3] == ["  python -m tools.serve out/", "      a server"]
     assert narrow.splitlines()[3:5] == ["  python train.py --dtype bf16 \\", '      --prompt "two words" --steps 3']
+    assert narrow.splitlines()[6:8] == ["  curl localhost:8000/v1/models -H 'a: b' \\", '      -d \'{"c": "d e"}\'']
     assert narrow.endswith("A first sentence. It has more words than the\nterminal has columns, here. Short.")
 
 
