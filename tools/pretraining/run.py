@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from megatron_lite.config.loader import explain_config, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.guards import StopSignal
@@ -41,6 +43,28 @@ def run(
         return interrupted("the same command resumes from the newest checkpoint, or starts if there is none")
 
 
+def _check_program(files: Sequence[str | Path]) -> None:
+    """Raise ValueError for a file of another program, whose keys would all be unknown, and name the program."""
+    programs = {
+        "suite": "python eval.py --suite {content} --config {file}",
+        "models": "python -m tools.compare {file}",
+        "columns": "python eval.py RUN --suite {file}",
+        "tasks": "python -m tools.finetune_glue RUN --recipe {file}",
+    }
+    for file in files:
+        try:
+            content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            continue  # refused with its reason when it is loaded
+        key = next((key for key in programs if isinstance(content, dict) and key in content), None)
+        if key is not None:
+            command = programs[key].format(file=file, content=content[key])
+            raise ValueError(
+                f"{file}: the key {key} belongs to another program: {command}. Runs of train.py are configs/*.yml "
+                "(configs/README.md lists them)"
+            )
+
+
 def schema() -> type:
     """Return the class of a run's configuration."""
     from models.config import ModelConfig
@@ -52,6 +76,10 @@ def _run(files: Sequence[str | Path], overrides: Sequence[str], print_config: bo
     from models.config import ModelConfig
     from tools.loading.vocab_size import vocabulary_override
 
+    try:
+        _check_program(files)
+    except (ValueError, OSError) as error:
+        return refused(error)
     try:
         overrides = [*overrides, *vocabulary_override(files, overrides)]
     except (ValueError, OSError) as error:
