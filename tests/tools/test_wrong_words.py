@@ -19,6 +19,13 @@ from tools.cli import arguments
 CASES = {
     "train.py": [
         ("NONE.yml", r"nothing\.yml: no such file; configs/README.md lists"),
+        (
+            "configs/experiments/mqar.yml",
+            "mqar.yml: the key suite .*: python eval.py --suite mqar --config configs/exp",
+        ),
+        ("configs/experiments/compare_lm.yml", "the key models .*: python -m tools.compare configs/experiments/comp"),
+        ("configs/eval/superglue.yml", "the key columns .*: python eval.py RUN --suite configs/eval/superglue.yml"),
+        ("configs/finetune/glue.yml", "the key tasks .*: python -m tools.finetune_glue RUN --recipe configs/finetune"),
         ("configs", "configs: is a folder; name a file, such as configs/"),
         ("optimizer.lr 1e-3", "optimizer.lr: has no value: write optimizer.lr=VALUE"),
         ("--lr 1e-3", "--lr is not an option. Keys are set without dashes, .*; nearest: optimizer.lr"),
@@ -29,7 +36,10 @@ CASES = {
         ("model.mixers=[metalla]", "unknown mixer 'metalla'; did you mean metala or mamba"),
         ("parallel.tensor=3", "parallel: tensor 3 = 3 processes .* or take tensor 1"),
         ("batch.global_batch_size=7 batch.micro_batch_size=2", "nearest: batch.global_batch_size=6 or"),
-        ("--dry-run run.device=cuda", "the device 'cuda' is not here: allowed are auto, cpu"),
+        (
+            "--dry-run run.device=cuda",
+            "run.device: the device 'cuda' is not here: allowed are auto, cpu; run.device=auto counts the memory of a GPU",
+        ),
         ("data.corpus=NONE run.directory=OUT", "the data path .*nothing does not exist .* A corpus is"),
         ("run.directory=FILE/run", "run.directory = .*name a folder that can be written"),
         (
@@ -52,6 +62,7 @@ CASES = {
         ("RUN --dtype int8", "dtype = 'int8': allowed are auto, fp32"),
         ("RUN --sequence-length x", "--sequence-length: x: a whole number, 1 or more, is allowed"),
         ("RUN --suite needle --depths 200", "--depths 200: percent of the filler, from 0 to 100"),
+        ("RUN --suite needle --filler NONE", r"--filler .*nothing: No such file or directory; give a text file"),
         ("RUN --suite ruler --samples 0", "--samples: 0: a whole number, 1 or more"),
         ("table NONE", "does not exist: python eval.py MODEL --suite ... writes it"),
         ("compare TEXT TEXT", "is no JSON"),
@@ -142,7 +153,10 @@ CASES = {
     ],
     "tools.length.__main__": [
         ("NONE", "does not exist"),
-        ("RUN --lengths 7", "--lengths 7: it must divide the longest"),
+        (
+            "RUN --lengths 7",
+            r"--lengths 7: it must divide the longest length, \d+ \(the trained length is also measured",
+        ),
         (
             "RUN --lengths 7000001",
             r"the trained length \d+ is also measured: it must divide the longest length, 7000001",

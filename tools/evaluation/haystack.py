@@ -51,13 +51,15 @@ def split_filler(text: str, encode: Callable[[str], Sequence[Any]], tokens: int)
 
 
 def read_filler(path: Path | None) -> tuple[str, str | None]:
-    """Return the text of --filler and its SHA-256, or ("", None) without a file. Raises ValueError if it is not UTF-8."""
+    """Return the text of --filler and its SHA-256, or ("", None) without a file. Raises ValueError if it cannot be read."""
     if path is None:
         return "", None
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--filler {path}: no UTF-8 at byte {error.start}; save the file as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"--filler {path}: {error.strerror}; give a text file") from error
     return text, hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -154,7 +154,9 @@ def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], requested
                 if length in (requested or [])
                 else f"the trained length {length} is also measured"
             )
-            raise ValueError(f"{subject}: it must divide the longest length, {max(readable)}")
+            longest = max(readable)
+            added = "" if longest in (requested or [longest]) else " (the trained length is also measured)"
+            raise ValueError(f"{subject}: it must divide the longest length, {longest}{added}")
     return readable
 
 
