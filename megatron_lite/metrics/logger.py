@@ -121,7 +121,7 @@ class MetricsLogger:
         tqdm.write(f"step {step}: {text}", file=sys.stderr)
 
     def show_share(self, what: str, share: float) -> None:
-        """Show the completed fraction of other work, such as a validation, on the progress bar."""
+        """Show the completed fraction of other work, such as a validation: on the progress bar, or as a line now and then."""
         if self._progress is not None:
             self._progress.show_share(what, share)
 
@@ -242,7 +242,7 @@ class _Progress:
         self.seconds_between_lines = 600.0
         self.next_line_step = 0
         self.last_line = self.start
-        self.last_share, self.step_text = 0.0, ""
+        self.last_share, self.share, self.step_text = 0.0, 1.0, ""
 
     def show(self, step: int, values: Mapping[str, Value], kind: str) -> None:
         if kind in ("validation", "test"):
@@ -271,8 +271,15 @@ class _Progress:
 
     def show_share(self, what: str, share: float) -> None:
         now = time.monotonic()
-        if self.bar is not None and now - self.last_share >= 0.5:
+        if self.bar is None and share <= self.share:  # other work begins
             self.last_share = now
+        self.share = share
+        if now - self.last_share < (_SECONDS_BETWEEN_SHARES if self.bar is None else 0.5):
+            return
+        self.last_share = now
+        if self.bar is None:
+            self._print(f"{what} {share:.0%}")
+        else:
             self.bar.set_postfix_str(f"{what} {share:.0%}")
 
     def close(self) -> None:
@@ -294,6 +301,8 @@ def _size(terminal: TextIO) -> dict[str, Any]:
     known = all(os.get_terminal_size(terminal.fileno()))
     return {"dynamic_ncols": True} if known else {"ncols": 100, "nrows": 24}
 
+
+_SECONDS_BETWEEN_SHARES = 30.0  # in a file or pipe
 
 _TRAIN_FORMATS = {
     "loss": ("loss", ".4f"),

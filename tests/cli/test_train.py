@@ -274,7 +274,7 @@ def test_token_count_of_a_batch_ramp(arguments, tmp_path, capsys):
     assert train.main([*words, "--dry-run"]) == 0
     assert re.search(r"12 steps, 896 +tokens", capsys.readouterr().out)  # ten steps of 2 samples of 32, two of 4
     assert train.main(words) == 0
-    assert "12 steps of up to 256 tokens = 0.0 M" in capsys.readouterr().out
+    assert "12 steps of up to 256 tokens = 896, from" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] == 28 * 32
 
 

@@ -209,8 +209,8 @@ def _train(
         if comparison.ladder is not None and not options.tune:
             store_predictions(comparison, comparison.ladder, runs, failed, every)
 
-    _prepare(of_file, runs)
     devices = _devices(options.devices or comparison.devices)
+    _prepare(of_file, runs)
     # `workers` of the file is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
     workers = 1 if devices == ["cpu"] and options.workers is None else comparison.workers
     with recorded_launch(comparison.folder, devices, workers):
@@ -250,15 +250,21 @@ def _plan_text(comparison: Comparison, runs: Sequence[Run]) -> str:
 
 
 def _devices(requested: Sequence[int | str] | None) -> list[str]:
-    """Return one name for CUDA_VISIBLE_DEVICES per GPU, or ["cpu"]."""
-    if requested:
-        return [str(device) for device in requested]
+    """Return one name for CUDA_VISIBLE_DEVICES per GPU, or ["cpu"]. Raises ValueError for a GPU that is not visible here."""
     import torch
 
     # CUDA ignores the names from the first invalid one (-1) on.
     count = torch.cuda.device_count()
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name][:count]
-    return visible or [str(i) for i in range(count)] or ["cpu"]
+    gpus = visible or [str(i) for i in range(count)]
+    if not requested:
+        return gpus or ["cpu"]
+    names = [str(device) for device in requested]
+    for name in names:
+        # CUDA also takes names such as GPU-8f2a0c.
+        if name not in (*gpus, "cpu") and not (gpus and name.startswith(("GPU-", "MIG-"))):
+            raise ValueError(f"--devices {name}: allowed are {', '.join([*gpus, 'cpu'])}; leave it out for all GPUs")
+    return names
 
 
 def _parser() -> argparse.ArgumentParser:

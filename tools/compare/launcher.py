@@ -153,7 +153,7 @@ def run_all(
                 thread.start()
             while any(thread.is_alive() for thread in threads):
                 if minutes is not None and time.monotonic() - started > 60 * minutes:
-                    outcome.stopped = outcome.stopped or f"the time limit of {minutes:g} minutes"
+                    outcome.stopped = outcome.stopped or f"the time limit, --minutes {minutes:g}"
                 if outcome.stopped:
                     stop.set()
                     break

@@ -181,8 +181,8 @@ def plan_runs(
     models = _selected("models", models, list(comparison.models))
     rungs = comparison.rungs()
     # --sizes takes a rung, or a size with all its rungs.
-    sizes = [rung for name in sizes for rung in ([rung for rung, size in rungs.items() if size == name] or [name])]
-    sizes = _selected("sizes", sizes, list(rungs))
+    names = _selected("sizes", sizes, list(dict.fromkeys([*rungs.values(), *rungs])))
+    sizes = [rung for rung, size in rungs.items() if {rung, size} & set(names)]
     cells = {(size, model): _cell(comparison, size, model, overrides) for size in sizes for model in models}
     equal = comparison.equal_parameters
     if equal is not None:

@@ -45,7 +45,7 @@ def summary(config: Config[Any], result: FitResult, objective: Objective) -> str
         )
     measured = read_metrics(folder)
     rate = state.consumed_tokens / max(state.seconds, 1e-9)
-    amount, speed = f"{state.consumed_tokens / 1e6:,.1f} M tokens", f"{rate:,.0f} tokens/s"
+    amount, speed = f"{_millions(state.consumed_tokens)} tokens", f"{rate:,.0f} tokens/s"
     if config.data.objective == "classification":
         amount, speed = f"{state.consumed_samples:,} images", f"{rate / config.batch.sequence_length:,.0f} images/s"
     lines = [
@@ -105,8 +105,11 @@ def _uses(config: Config[Any]) -> list[str]:
             f"  python -m tools.finetune_glue {folder} --tasks sst2,mrpc,rte   # fine-tune",
             f"  python -m tools.convert_hf export {folder} EXPORT   # for transformers",
         ]
+    generate = f"  python -m tools.generate {folder} --prompt {shlex.quote(config.evaluation.prompt)}   # generate text"
+    if not (config.data.validation or (config.data.corpus and config.data.validation_fraction)):
+        return [generate]
     return [
-        f"  python -m tools.generate {folder} --prompt {shlex.quote(config.evaluation.prompt)}   # generate text",
+        generate,
         f"  python eval.py {folder}   # evaluate",
         f"  python -m tools.length {folder}   # loss at other context lengths",
     ]
@@ -157,7 +160,7 @@ def start_message(
     return (
         f"{config.run.name}: {'+'.join(dict.fromkeys(config.model.mixers))}, {parameters / 1e6:.1f} M parameters, "
         f"{describe_layout(engine.layout)} on {engine.grid.device.type}\n"
-        f"{config.schedule.train_steps:,} steps of {most}{config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
+        f"{config.schedule.train_steps:,} steps of {most}{config.batch.tokens_per_step:,} tokens = {_millions(tokens)}, "
         f"from {objective.source}; "
         + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from step 0")
         + (f"\nthe checkpoint was trained with {changed}" if changed else "")
@@ -223,6 +226,10 @@ def _values(config: dict[str, Any]) -> dict[str, str]:
         options = {mixer: dataclasses.asdict(model.options_of(mixer)) for mixer in model.mixers}
         config = {**config, "model": {**config["model"], "mixer_options": options}}
     return configuration_facts(config)
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.1f} M" if count >= 100_000 else f"{count:,}"
 
 
 def _duration(seconds: float) -> str:

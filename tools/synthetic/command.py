@@ -150,13 +150,18 @@ def _train(
 
 def _check(experiment: Experiment, grouped: Sweeps, devices: list[str]) -> int:
     """Check the first setting of each model (in MAD and LRA: of each model and task) and print one row per check."""
-    from .preflight import COLUMNS, check_sweeps
+    from .preflight import COLUMNS, STEPS, check_sweeps
 
     chosen: dict[tuple[str, str], list[Run]] = {}
     for sweep in grouped:
         kind = sweep[0].base_task if experiment.suite in ("mad", "lra") else ""
         chosen.setdefault((kind, sweep[0].model), sweep)
     group_size = _group_size(experiment, devices)
+    if devices[0] == "cpu":
+        print(
+            f"{len(chosen)} models, {STEPS} steps several times for each: on a CPU this takes minutes per model",
+            file=sys.stderr,
+        )
     print(" | ".join(COLUMNS), flush=True)
     failures = 0
     for row in check_sweeps([sweep[:group_size] for sweep in chosen.values()], devices, graph=experiment.graph):

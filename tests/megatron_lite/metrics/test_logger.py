@@ -176,6 +176,19 @@ def test_a_slow_run_prints_by_time() -> None:
     assert "loss 4.0000  skipped 2  ETA" in stream.getvalue().splitlines()[1]
 
 
+def test_a_long_validation_prints_its_share_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    progress = _Progress(1000, 0, stream)
+    for _ in range(2):  # validations
+        now += 100
+        for done in range(1, 9):
+            now += 10
+            progress.show_share("validation", done / 8)
+    assert stream.getvalue().splitlines() == 2 * ["validation 50%", "validation 88%"]
+
+
 def test_remaining_time_counts_from_the_resumed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

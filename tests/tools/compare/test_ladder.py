@@ -41,6 +41,10 @@ def test_the_ladder_has_equal_parameters_and_tokens(tmp_path: Path, monkeypatch)
     assert [rung for rung, size in planned.rungs().items() if size == "20m"] == ["20m-10x", "20m-20x"]
     assert (planned.seeds_of("5m"), planned.seeds_of("10m")) == ((1, 2, 3), (1,))
     (run,) = plan_runs(planned, models=["kda_hybrid"], sizes=["40m"], overrides=["model.vocab_size=512"])
+    with pytest.raises(
+        ValueError, match=r"--sizes 1b is not in the comparison; allowed are 5m, 10m, 20m, 40m, 5m-10x, "
+    ):
+        plan_runs(planned, sizes=["1b"])
     assert run.name == "kda_hybrid-40m-10x-seed1"
     assert run.config.model.mixers == ("kda", "kda", "kda", "attention")
     assert run.body == pytest.approx(4e7, rel=0.01)
@@ -73,7 +77,7 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest
         return SimpleNamespace(stopped="", failed={})
 
     monkeypatch.setattr("tools.compare.launcher.run_all", run_all)
-    words = ["--models", "kda", "--seeds", "1", "--devices", "0", "model.vocab_size=512"]
+    words = ["--models", "kda", "--seeds", "1", "--devices", "cpu", "model.vocab_size=512"]
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words]) == 1
     assert small.ladder is not None
     rungs = small.ladder.rungs()

@@ -119,6 +119,8 @@ def test_the_workers_of_the_file_are_for_gpus(
     place: Path, tmp_path: Path, monkeypatch, words: list[str], workers: int
 ) -> None:
     monkeypatch.chdir(place)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "many.yml").write_text((place / "tiny.yml").read_text() + "workers: 3\n")
     given: dict[str, Any] = {}
 
@@ -136,7 +138,10 @@ def test_the_workers_of_the_file_are_for_gpus(
 def test_devices_are_the_given_or_the_visible_ones(monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert _devices([1, "cpu"]) == ["1", "cpu"]
+    assert _devices([6, "cpu"]) == ["6", "cpu"]
+    assert _devices(["GPU-8f2a0c"]) == ["GPU-8f2a0c"]
+    with pytest.raises(ValueError, match=r"--devices 1: allowed are 4, 6, cpu; leave it out for all GPUs"):
+        _devices([1])
     assert _devices([]) == ["4", "6"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,-1,6")  # CUDA ignores the names from the first invalid one on
@@ -144,6 +149,8 @@ def test_devices_are_the_given_or_the_visible_ones(monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert _devices([]) == ["cpu"]
+    with pytest.raises(ValueError, match=r"--devices cuda9: allowed are cpu"):
+        _devices(["cuda9"])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert _devices(None) == ["0", "1"]
@@ -198,7 +205,7 @@ def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
     assert main([*words, f"schedule.train_steps={steps}", "--report"]) == 1
     assert read_metrics(run)[-1]["step"] == stopped
     assert main([*words, f"schedule.train_steps={steps}", "--minutes", "0.0001"]) == 1
-    assert "the time limit of 0.0001 minutes" in capsys.readouterr().err
+    assert "the time limit, --minutes 0.0001" in capsys.readouterr().err
     assert main([*words, f"schedule.train_steps={steps}"]) == 0
     lines = [line["step"] for line in read_metrics(run) if line["kind"] == "train"]
     assert lines == list(range(1, steps + 1))

@@ -12,7 +12,7 @@ import pytest
 from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 from tools.pretraining import summary
-from tools.pretraining.summary import _duration, command, is_complete
+from tools.pretraining.summary import _duration, is_complete, longer_command
 from tools.pretraining.text import compressed_bits_per_byte
 
 BUDGET = "schedule.time_budget_minutes"
@@ -30,7 +30,7 @@ BUDGET = "schedule.time_budget_minutes"
 def test_continuing_command_names_more_steps_and_no_budget(monkeypatch, given, expected):
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=1)
-    assert command(config, 16) == f"python train.py {expected}"
+    assert longer_command(config, 16) == f"python train.py {expected}"
 
 
 def test_continuing_command_starts_as_many_processes(monkeypatch):
@@ -39,15 +39,22 @@ def test_continuing_command_starts_as_many_processes(monkeypatch):
     config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=4)
     rest = f"train.py {given[0]} {given[1]} {BUDGET}=null schedule.train_steps=16"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert command(config, 16) == f"torchrun --nproc-per-node 4 {rest}"
+    assert longer_command(config, 16) == f"torchrun --nproc-per-node 4 {rest}"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two machines: their launcher is not known here
-    assert command(config, 16) == f"... {rest}"
+    assert longer_command(config, 16) == f"... {rest}"
 
 
 def test_a_folder_with_a_space_is_one_word(monkeypatch):
     given = ["run.directory=my runs/a", "model.vocab_size=4096"]
     config = load_config(["default.yml"], given, model_type=ModelConfig, world_size=1)
     assert all(" 'my runs/a' " in line for line in summary._uses(config))
+
+
+def test_a_run_without_validation_text_names_no_command_that_reads_it():
+    given = ["data.validation_fraction=0", "model.vocab_size=4096"]
+    config = load_config(["default.yml"], given, model_type=ModelConfig, world_size=1)
+    (line,) = summary._uses(config)
+    assert "tools.generate" in line
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,13 @@ def test_continuing_command_does_not_start_over(monkeypatch, resume, expected):
     given = ["run.directory=runs/own", f"{BUDGET}=null", f"checkpoint.resume={resume}"]
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=1)
-    assert command(config, 16).split() == ["python", "train.py", *given[:2], *expected, "schedule.train_steps=16"]
+    assert longer_command(config, 16).split() == [
+        "python",
+        "train.py",
+        *given[:2],
+        *expected,
+        "schedule.train_steps=16",
+    ]
 
 
 def test_compressed_sizes_are_in_bits_per_byte() -> None:

@@ -274,6 +274,10 @@ def test_interrupt_while_processes_start_comes_afterwards_and_not_to_them() -> N
             os.kill(os.getpid(), signal.SIGINT)
             outputs.append(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_start()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of pytest-xdist ignores the signal
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_start()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert outputs == ["True\n"]
