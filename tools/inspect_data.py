@@ -223,8 +223,8 @@ def _text(ids: NDArray, tokenizer: Tokenizer | None) -> str:
 def _draw_lengths(lengths: NDArray[np.int64], path: Path, title: str) -> None:
     from tools.reporting.style import COLORS, log_axes, saved_figure
 
-    edges = np.geomspace(1, max(2, lengths.max() + 1), 60)
     shown = np.maximum(lengths, 1)
+    edges = np.geomspace(shown.min(), shown.max() + 1, 60)
     with saved_figure(path) as (_, axes):
         axes.hist(shown, edges, weights=np.full(len(lengths), 100 / len(lengths)), label="documents")
         axes.hist(

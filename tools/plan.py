@@ -252,7 +252,7 @@ def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str
     tokens = config.batch.tokens_per_step
     for row in rows:
         parts = row.memory
-        work = parts["activations"] + parts["at work"]
+        work = parts["activations"] + parts["workspace"]
         days = config.batch.tokens_of(config.schedule.train_steps) / tokens * row.step / 86400
         name = f"{row.layout.tensor}{' +SP' if row.layout.sequence_parallel else ''}"
         sizes = f"{row.layout.pipeline:>6}{row.layout.context:>9}{row.data:>6}{row.zero_stage:>6}{row.accumulation:>7}"

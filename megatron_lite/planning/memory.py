@@ -159,7 +159,7 @@ def step_bytes(layers: Sequence[LayerCost], setting: Setting) -> dict[str, float
     if setting.graphs:
         activations, more, work = max(_graph_phases(layers, setting, buffers, width), key=sum)
         state["gradients"] += more
-        return {**state, "activations": activations, "at work": work}
+        return {**state, "activations": activations, "workspace": work}
 
     phases: list[tuple[float, float, float]] = []  # activations, gradients and buffers, workspace
     saved, gradients = others, 0
@@ -178,7 +178,7 @@ def step_bytes(layers: Sequence[LayerCost], setting: Setting) -> dict[str, float
         )
     activations, more, work = max(phases, key=sum)
     state["gradients"] += more
-    return {**state, "activations": activations, "at work": work}
+    return {**state, "activations": activations, "workspace": work}
 
 
 def _graph_phases(

@@ -284,7 +284,7 @@ def test_print_config_and_dry_run_write_nothing(arguments, tmp_path, capsys):
     assert train.main([*arguments(), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "parameters   " in out
-    assert "at work" in out
+    assert "workspace" in out
     assert not (tmp_path / "run").exists()
 
 

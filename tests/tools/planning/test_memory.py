@@ -277,7 +277,7 @@ def test_projections_are_fused_in_the_estimate_as_in_the_engine(monkeypatch):
 def test_step_bytes_are_those_of_the_peak():
     layer = LayerCost(parameters=100, largest=100, saved=1e6, forward=1e6, backward=5e5)
     parts = step_bytes([layer] * 4, Setting("bf16", 1, 1, released=False))
-    assert parts == {"weights": 800, "gradients": 1600, "optimizer": 4800, "activations": 4e6, "at work": 5e5}
+    assert parts == {"weights": 800, "gradients": 1600, "optimizer": 4800, "activations": 4e6, "workspace": 5e5}
     pipeline = step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=8, in_flight=3))
     assert pipeline["activations"] == 12e6
     assert pipeline["gradients"] == 1600  # the 16-bit gradients of the previous micro-batch share this memory
@@ -310,7 +310,7 @@ def test_memory_pool_of_cuda_graphs_is_separate_from_head_and_optimizer_step():
     pool = 2 * 5000 + 9000 + 3 * 10  # the peak is at the start of the backward pass
     # The peak is in the head's backward pass: with graphs beside the whole pool, without graphs beside the saved tensors.
     with_graphs = step_bytes(layers, Setting("bf16", 1, 1, graphs=True))
-    assert (with_graphs["activations"], with_graphs["at work"]) == (pool + 2e5, 4e5)
+    assert (with_graphs["activations"], with_graphs["workspace"]) == (pool + 2e5, 4e5)
     without = step_bytes(layers, Setting("bf16", 1, 1))
     assert without["activations"] == 10 + 2 * 5000 + 2e5
     # With a small head the peak is in the optimizer step, beside the pool, which holds the blocks' gradients.

@@ -64,7 +64,7 @@ def test_a_redirected_table_is_markdown():
 
 def test_layouts_fit_80_columns(terminal):
     config = read_config(["configs/default.yml", "run.device=cpu"], 1)
-    memory = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "at work"), 100 * GIB)
+    memory = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "workspace"), 100 * GIB)
     row = plan.Row(Layout(), 1, 2, 8, memory, {"compute": 1.5, "data": 0.5})
     terminal(80)
     text = plan.table([row], config, GIB)
