@@ -54,7 +54,7 @@ def train(
     linears = {id(module.weight) for module in model.blocks.modules() if isinstance(module, torch.nn.Linear)}
     for name, parameter in model.named_parameters():
         if muon and id(parameter) in linears:
-            in_heads = per_head and name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+            in_heads = per_head and name.split(".")[-2] in ("q_proj", "r_proj", "k_proj", "v_proj")
             matrices.append((parameter, config.num_heads if in_heads else 1))
             continue
         embedding = name.startswith("embedding") and "projection" not in name

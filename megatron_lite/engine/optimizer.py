@@ -27,8 +27,8 @@ def check_matrices(config: OptimizerConfig, matrices: Mapping[str, int]) -> None
         )
     if config.name == "muon" and config.muon.per_head and not any(matrices.values()):
         raise ValueError(
-            "optimizer.muon.per_head = true: no mixer of this model has projections q_proj, k_proj and v_proj of heads; "
-            "false is allowed"
+            "optimizer.muon.per_head = true: no mixer of this model has projections q_proj or r_proj, k_proj and v_proj of "
+            "heads; false is allowed"
         )
 
 

@@ -111,6 +111,18 @@ def test_engine_equals_reference(build, mixer):
     assert all(second / first - 1 > 2e-6 for first, second in pairwise(losses)), losses
 
 
+def test_heads_of_rwkv_equal_the_reference(build):
+    """Test r_proj, the queries of RWKV. If all heads were one, a loss would differ by 3e-5."""
+    config, steps = model_config(("rwkv7",)), batches(3)
+    expected = oracle.train(
+        config, steps, muon=True, per_head=True, seed=11, lr=3e-4, warmup=0, total=10**6, min_ratio=1.0
+    )
+    actual = train(build(config, optimizer=MUON | {"muon": {"per_head": True}}), steps)
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(actual, expected, strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-6)
+        assert norm == pytest.approx(wanted_norm, rel=1e-4)  # of a layer that amplifies rounding
+
+
 def test_orthogonal_factor_of_tall_wide_and_zero_matrices():
     generator = torch.Generator().manual_seed(0)
     shapes = ((8, 20), (20, 8), (8, 8), (4, 4))

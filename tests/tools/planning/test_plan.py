@@ -91,7 +91,13 @@ def test_all_layouts_have_the_batch_size_of_the_file(capsys):
 
 def test_table_row_shows_memory_speed_and_days():
     config = read_config([*SMALL, "batch.global_batch_size=8", "schedule.train_steps=86400"], 1)
-    memory = {"weights": GIB, "gradients": 2 * GIB, "optimizer": 3 * GIB, "activations": 4 * GIB, "workspace": 0.5 * GIB}
+    memory = {
+        "weights": GIB,
+        "gradients": 2 * GIB,
+        "optimizer": 3 * GIB,
+        "activations": 4 * GIB,
+        "workspace": 0.5 * GIB,
+    }
     row = plan.Row(Layout(), 1, 2, 8, memory, {"compute": 1.5, "data": 0.5})
     cells = plan.table([row], config, 10 * GIB).splitlines()[2].replace("|", " ").split()
     # 8 samples of 256 tokens in 2 seconds; 86,400 steps take 2 days.
