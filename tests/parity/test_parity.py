@@ -75,7 +75,7 @@ def test_layout_equals_one_process(results, processes, case):
         assert result["accuracies"] == pytest.approx(accuracies[: case.num_steps], abs=1e-9)
     wanted = wanted[: case.num_steps]
     for index, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(result["history"], wanted, strict=True)):
-        tolerance = {"fp32": 1e-5, "fp16": 2e-4, "bf16": 2e-3}[case.dtype]
+        tolerance = {"fp32": 1e-5, "fp16": 5e-4, "bf16": 2e-3}[case.dtype]
         if case.optimizer == "muon_per_head":
             tolerance = 2e-6  # without heads the last loss differs by 8e-6
         if case.fp8 != "none":
