@@ -62,13 +62,13 @@ def _outputs(words: list[str], processes: int, variables: list[dict[str, str]], 
         subprocess.Popen(
             [sys.executable, "-m", *words],
             cwd=ROOT,
-            env={**common, **own},
+            env={**common, **of_process},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             process_group=0,
         )
-        for own in variables
+        for of_process in variables
     ]
     try:
         errors = [process.communicate(timeout=timeout)[1] for process in running]

@@ -95,17 +95,17 @@ def predict(
     results: of any sizes; those of the largest size are left out. stored: see `Prediction`.
     """
     points = points_of([result for result in results if not ladder.is_largest(result.run.size)])
-    own_fits, problems = fits_of(points, samples=1)
-    fitted = {model: points[model] for model in own_fits}
-    common = fit_with_common_exponents(fitted) if len(fitted) > 1 else fits_of(fitted)[0]
+    separate_fits, problems = fits_of(points, samples=1)
+    usable = {model: points[model] for model in separate_fits}
+    common = fit_with_common_exponents(usable) if len(usable) > 1 else fits_of(usable)[0]
     predictions: Predictions = {}
     for run in largest:
         if run.model in common:
             tokens = run.config.batch.tokens_of(run.config.schedule.train_steps)
             loss, low, high = common[run.model].predict(run.body, tokens)
-            own = own_fits[run.model].predict(run.body, tokens)[0]
+            separate = separate_fits[run.model].predict(run.body, tokens)[0]
             count = len(np.asarray(points[run.model][2]))
-            predictions.setdefault(run.model, {})[run.size] = Prediction(loss, low, high, own, count, stored)
+            predictions.setdefault(run.model, {})[run.size] = Prediction(loss, low, high, separate, count, stored)
     return predictions, problems
 
 

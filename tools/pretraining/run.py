@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from megatron_lite.config.files import CONFIGS, ConfigError, read_sources
 from megatron_lite.config.loader import explain_config, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.guards import StopSignal
@@ -43,8 +42,8 @@ def run(
         return interrupted("the same command resumes from the newest checkpoint, or starts if there is none")
 
 
-def _check_program(files: Sequence[str | Path]) -> None:
-    """Raise ValueError for a file of another program, whose keys would all be unknown, and name the program."""
+def _other_program(files: Sequence[str | Path]) -> ValueError | None:
+    """Return an error that names the program of a file whose keys train.py does not know; None without such a file."""
     programs = {
         "suite": "python eval.py --suite {content} --config {file}",
         "models": "python -m tools.compare {file}",
@@ -52,17 +51,16 @@ def _check_program(files: Sequence[str | Path]) -> None:
         "tasks": "python -m tools.finetune_glue RUN --recipe {file}",
     }
     for file in files:
-        try:
-            content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            continue  # refused with its reason when it is loaded
-        key = next((key for key in programs if isinstance(content, dict) and key in content), None)
+        content = read_sources([file]).tree
+        key = next((key for key in programs if key in content), None)
         if key is not None:
-            command = programs[key].format(file=file, content=content[key])
-            raise ValueError(
+            path = file if Path(file).is_file() else CONFIGS / file  # names relative to configs/ are for train.py alone
+            command = programs[key].format(file=path, content=content[key])
+            return ValueError(
                 f"{file}: the key {key} belongs to another program: {command}. Runs of train.py are configs/*.yml "
                 "(configs/README.md lists them)"
             )
+    return None
 
 
 def schema() -> type:
@@ -76,10 +74,6 @@ def _run(files: Sequence[str | Path], overrides: Sequence[str], print_config: bo
     from models.config import ModelConfig
     from tools.loading.vocab_size import vocabulary_override
 
-    try:
-        _check_program(files)
-    except (ValueError, OSError) as error:
-        return refused(error)
     try:
         overrides = [*overrides, *vocabulary_override(files, overrides)]
     except (ValueError, OSError) as error:
@@ -97,6 +91,8 @@ def _run(files: Sequence[str | Path], overrides: Sequence[str], print_config: bo
             from tools.planning import dry_run as planning
 
             return planning.dry_run(config)
+    except ConfigError as error:
+        return refused(_other_program(files) or error)
     except (ValueError, OSError) as error:
         return refused(error)
     # A pre-timeout signal waits for the first step: the preparation may take long, and a stop there would save nothing.

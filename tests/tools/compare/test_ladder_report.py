@@ -108,22 +108,22 @@ def test_unstable_runs_are_shown_and_left_out_of_choices_predictions_and_fits(tm
             result.final["loss"] -= 1.0
     unchanged = [replace(result, gradient_growth=1.9) for result in results]
     unstable = [replace(result, gradient_growth=3.5 if result.run.name in names else 1.9) for result in results]
-    before, document = (
+    stable_page, page = (
         markdown(write_ladder(planned, planned.ladder, runs, of_all, rows_of(of_all))[0])
         for of_all in (unchanged, unstable)
     )
-    assert "unstable" not in before
+    assert "unstable" not in stable_page
     loss = law(4e7, 4e8)
-    line = next(line for line in document.splitlines() if line.startswith("| Softmax (unstable) | 40m-10x"))
+    line = next(line for line in page.splitlines() if line.startswith("| Softmax (unstable) | 40m-10x"))
     assert [cell.strip() for cell in line.split("|")[3:7:3]] == [f"{loss:.4f} [{loss:.4f}, {loss:.4f}]", "+1.0000"]
-    assert "Not counted, since a run was unstable: Softmax." in document
-    assert "Within 0.01" not in document
-    fit = next(line for line in document.splitlines() if line.startswith("| Softmax |    7 |"))
+    assert "Not counted, since a run was unstable: Softmax." in page
+    assert "Within 0.01" not in page
+    fit = next(line for line in page.splitlines() if line.startswith("| Softmax |    7 |"))
     assert "1.690 [1.690, 1.690]" in fit
-    assert "| lowest loss " in before
-    assert "| lowest loss " not in document  # one steady mixer is no choice
-    assert f"| Softmax (unstable) | {loss - 1:.4f} |" in document
-    assert "the last quarter of the run: Softmax, seed 1: 3.5 times." in document
+    assert "| lowest loss " in stable_page
+    assert "| lowest loss " not in page  # one steady mixer is no choice
+    assert f"| Softmax (unstable) | {loss - 1:.4f} |" in page
+    assert "the last quarter of the run: Softmax, seed 1: 3.5 times." in page
 
 
 def test_positions_and_scores_are_of_the_largest_rung_where_they_are_measured(tmp_path: Path) -> None:
