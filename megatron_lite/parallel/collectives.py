@@ -139,9 +139,9 @@ def on_all(grid: Grid, function: Callable[[], T]) -> T:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error, or one with its text if pickling fails or loses the text: the other ranks wait for it.
+    """Return an error that other ranks can read: this one, or one with its text if pickling fails or loses the text.
 
-    The replacement is a ValueError or an OSError if the error is one, because they decide the exit status.
+    The other one is a ValueError or an OSError if this one is, because they decide the exit status.
     """
     try:
         if str(pickle.loads(pickle.dumps(error))) == str(error):
@@ -155,7 +155,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def set_collective_timeout(seconds: float) -> None:
-    """Set the timeout of the collectives of every group. Preparation, the first step and saves take longer (as in torchtitan)."""
+    """Set the timeout of the collectives of every group. Callers raise it for work that takes longer (as in torchtitan)."""
     from torch.distributed import distributed_c10d
 
     for group in list(distributed_c10d._world.pg_map):

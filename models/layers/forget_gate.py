@@ -13,7 +13,8 @@ def bounded_forget_gate(a: Tensor, log_bound: Tensor, log_range: Tensor) -> tupl
     a: logits in float32 or float64. log_bound, log_range: log beta and log(1 - beta), broadcastable to a; -inf and 0 for no
     bound.
     """
-    closed = log_range.exp() * torch.sigmoid(-a)
-    # Near f = 1 the terms of logaddexp cancel. Near f = 0 those of 1 - closed do.
-    near_one = torch.log1p(-closed.clamp_max(0.5))
-    return torch.where(closed < 0.5, near_one, torch.logaddexp(log_bound, log_range + F.logsigmoid(a))), closed
+    complement = log_range.exp() * torch.sigmoid(-a)
+    # Near f = 1 the two terms of logaddexp cancel, so log f is log(1 - complement) there. Near f = 0 this difference cancels.
+    near_one = torch.log1p(-complement.clamp_max(0.5))
+    near_zero = torch.logaddexp(log_bound, log_range + F.logsigmoid(a))
+    return torch.where(complement < 0.5, near_one, near_zero), complement
