@@ -125,6 +125,8 @@ def test_excluded_sources_are_left_out_and_must_occur(tmp_path, inline, capsys):
     assert (
         "--exclude-sources 'd': 0 of 9 documents have this source; allowed are 'a', 'b', 'c'" in capsys.readouterr().err
     )
+    assert decoded(tmp_path / "out_text_document") == ["t1", "t4", "t7"], "the earlier output is intact"
+    assert not list(tmp_path.glob("*.parts-*"))
 
 
 def test_documents_without_a_source_can_be_excluded(tmp_path, inline):
