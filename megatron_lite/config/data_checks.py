@@ -24,6 +24,8 @@ def data_problems(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
         yield ("data",), "has no text: set data.corpus (stdlib, or files) or data.train (a token file)"
     if data.corpus is not None and data.train is not None:
         yield ("data", "corpus"), "and data.train both given: one of them is allowed; set the other to null"
+    if data.corpus is None and data.train is not None:
+        yield from without_effect(data, ("data",), "data.corpus instead of data.train", name="source_key")
     for key in ("validation", "test"):
         if getattr(data, key) is not None and data.train is None:
             yield ("data", key), "is a token file, which requires data.train instead of data.corpus"

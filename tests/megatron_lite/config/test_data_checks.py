@@ -22,6 +22,10 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
             "data.blend.weights is missing: data.blend.by = weights needs one for each",
         ),
         (
+            (*FILES, "data.source_key=domain"),
+            'data.source_key = "domain" requires data.corpus instead of data.train; set it, or remove this key',
+        ),
+        (
             (*FILES, "data.blend.weights=[1, 2]"),
             "data.blend.weights requires data.blend.by = weights, but it is tokens",
         ),
