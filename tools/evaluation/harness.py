@@ -50,7 +50,15 @@ class Prepared:
 
 
 def prepare_tasks(request: TaskRequest) -> Prepared:
-    """Read suites and data. Raises as `read_suite`, `load_tasks` and `check_metrics`, and ValueError without a task."""
+    """Read suites and data. Raises as `read_suite`, `load_tasks` and `check_metrics`, and ValueError without a task.
+
+    Raises FileNotFoundError if the data folder does not exist.
+    """
+    if request.data_dir is not None and not request.data_dir.is_dir():
+        raise FileNotFoundError(
+            f"--data-dir {request.data_dir}: no such folder. Name a folder with the data sets (docs/guide/evaluation.md), or "
+            "leave --data-dir out: the data then come from the hub"
+        )
     suites = [read_suite(name) for name in request.suites]
     if request.tasks:
         suites.append(task_suite(request.tasks))

@@ -301,6 +301,10 @@ def test_too_large_tokenizer_is_refused(bpe, eval_data, tmp_path, capsys):
             r"copa: the data folder lacks its file, .*super_glue/copa/validation",
         ),
         (
+            ["--suite", "superglue", "--hub", "--data-dir", "{tmp}/nope"],
+            r"--data-dir .*/nope: no such folder. Name a folder with the data sets .* leave --data-dir out: .* from the hub",
+        ),
+        (
             ["--suite", "superglue", "--without", "copaa"],
             r"--without copaa: it is none of the requested tasks; did you mean copa\?",
         ),
