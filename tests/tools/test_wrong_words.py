@@ -220,6 +220,7 @@ CASES = {
             "--tensor = 3 does not divide model.num_heads = 4; nearest allowed: --tensor 1 --pipeline 1",
         ),
         ("RUN OUT --data 0", "--data: 0: a whole number, 1 or more"),
+        ("RUN OUT parallel.tensor=2", "unrecognized arguments: parallel.tensor=2; the nearest option is --tensor"),
     ],
     "tools.serve": [
         ("HUGGING", r"config\.json has no key 'architectures': python -m tools\.convert_hf export"),

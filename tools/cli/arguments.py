@@ -103,11 +103,11 @@ def _message(error: Exception) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Name the nearest option when an option is unknown."""
+    """Name the nearest option when an option is unknown, or when key=value is given to a program without keys."""
 
     def error(self, message: str) -> NoReturn:
-        if unknown := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
-            nearest = get_close_matches(unknown[1], self._options(), 1)
+        if unknown := re.match(r"unrecognized arguments: (-[^\s=]*|(?:\S*\.)?([\w-]+)=)", message):
+            nearest = get_close_matches(f"--{unknown[2]}" if unknown[2] else unknown[1], self._options(), 1)
             message += f"; the nearest option is {nearest[0]}" if nearest else "; --help lists the options"
         super().error(message)
 
