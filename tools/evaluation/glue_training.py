@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -107,6 +108,8 @@ def training_arguments(recipe: Recipe, epochs: float, steps: float, seed: int, f
     from transformers import TrainingArguments
 
     cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for a GPU and prints a warning
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=recipe.batch_size,

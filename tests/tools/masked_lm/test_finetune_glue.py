@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -280,6 +281,14 @@ def test_batch_does_not_grow_with_the_number_of_gpus(tmp_path: Path, monkeypatch
     recipe = finetune_glue.load_recipe(finetune_glue.RECIPE, ["batch_size=10"])
     arguments = glue_training.training_arguments(recipe, 1.0, 10.0, 0, tmp_path)
     assert arguments.train_batch_size == 10
+
+
+def test_deepspeed_does_not_search_for_a_gpu_without_one(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "")  # so that the previous value comes back
+    monkeypatch.delenv("DS_ACCELERATOR")
+    recipe = finetune_glue.load_recipe(finetune_glue.RECIPE)
+    glue_training.training_arguments(recipe, 1.0, 10.0, 0, tmp_path)
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 
 def test_weights_of_the_first_seed_are_saved(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
