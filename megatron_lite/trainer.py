@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.writer import refuse_not_finite
+from megatron_lite.config.loader import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Batch, Engine, StepResult
 from megatron_lite.fault_tolerance.finite_check import fault_of_loss, state_not_finite
@@ -28,6 +29,7 @@ from megatron_lite.metrics.per_source_loss import PerSourceLoss
 from megatron_lite.metrics.step_metrics import StepMetrics
 from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.collectives import any_rank, set_collective_timeout
+from megatron_lite.planning.flops import peak_flops, training_flops_per_token
 from megatron_lite.validation import ValidationSet, due_measurements, evaluate
 
 ModelT = TypeVar("ModelT")
@@ -106,8 +108,6 @@ class Trainer(Generic[ModelT]):
         checkpointer: for the engine and the run's checkpoints folder.
         batches: consumed samples -> the steps from there on.
         validation: None for a run without validation data. test: a second set, for the end of the run.
-        flops_per_token: training FLOPs, forward and backward. peak_flops: of one device. None: no MFU.
-        config_yaml: stored in every checkpoint.
         sources: names of the sources of the text, indexed by `source` of the batches, for per-source losses.
         sample: returns text of the model, as values to log. Every process calls it after each validation.
         suites: returns scores of `evaluation.suites`. Every process calls it; processes without results return nothing.
@@ -126,17 +126,17 @@ class Trainer(Generic[ModelT]):
         test: ValidationSet | None = None,
         sources: Sequence[str] = (),
         state: TrainState,
-        config_yaml: str,
-        flops_per_token: float | None = None,
-        peak_flops: float | None = None,
         sample: Callable[[], dict[str, str]] | None = None,
         suites: Callable[[], dict[str, float]] | None = None,
         early: StopSignal | None = None,
     ) -> None:
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
-        self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
-        per_image = config.batch.sequence_length if config.data.objective == "classification" else None
-        self._step_metrics, self._sample = StepMetrics(engine, flops_per_token, peak_flops, per_image), sample
+        self._batches, self._validation, self._test, self._sample = batches, validation, test, sample
+        length = config.batch.sequence_length
+        flops = training_flops_per_token(engine.model, length, config.data.predicted_fraction)
+        peak = peak_flops(engine.grid.device, engine.dtype) if engine.grid.is_main else None
+        per_image = length if config.data.objective == "classification" else None
+        self._step_metrics = StepMetrics(engine, flops, peak, per_image)
         self._sources = PerSourceLoss(sources, state.source_sums)
         self._suites, self._early = suites, early
         self._checkpointer = checkpointer
@@ -364,7 +364,7 @@ class Trainer(Generic[ModelT]):
         self._replicas.compare(state.step)
         if self.metrics is not None:
             self.metrics.flush()
-        checkpointer.save_async(step=state.step, state=asdict(state), config_yaml=self._config_yaml)
+        checkpointer.save_async(step=state.step, state=asdict(state), config_yaml=dump_config(self.config))
         if wait or not self.config.checkpoint.asynchronous:
             self._note_saved(checkpointer.finish())
         set_collective_timeout(60 * run.timeout_minutes)

@@ -18,7 +18,7 @@ class StepMetrics:
 
     Args:
         engine: the engine that ran the steps.
-        flops_per_token: training FLOPs per token, forward and backward; None: no MFU.
+        flops_per_token: training FLOPs per token, forward and backward.
         peak_flops: peak FLOP/s of one device; None: no MFU.
         tokens_per_image: of an image classifier; None: no images per second.
     """
@@ -26,13 +26,13 @@ class StepMetrics:
     def __init__(
         self,
         engine: Engine,
-        flops_per_token: float | None,
+        flops_per_token: float,
         peak_flops: float | None,
         tokens_per_image: int | None = None,
     ) -> None:
         self._engine, self._tokens_per_image = engine, tokens_per_image
         self._mfu_per_token = 0.0
-        if flops_per_token and peak_flops:
+        if peak_flops:
             self._mfu_per_token = flops_per_token / (peak_flops * engine.grid.world_size)
 
     def values(

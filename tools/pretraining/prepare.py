@@ -12,7 +12,6 @@ import torch
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer, check_shapes
 from megatron_lite.checkpoint.resume import StartPoint, check_length, find_start, restore
-from megatron_lite.config.loader import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.precision import faster_dtype
@@ -20,7 +19,6 @@ from megatron_lite.fault_tolerance.guards import StopSignal
 from megatron_lite.metrics.logger import PREVIOUS_FILE_NAME, MetricsLogger, measured_kinds
 from megatron_lite.parallel.collectives import on_main
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.planning.flops import peak_flops, training_flops_per_token
 from megatron_lite.trainer import Steps, Trainer, TrainState
 from megatron_lite.validation import due_measurements
 from models.config import ModelConfig
@@ -94,11 +92,6 @@ def prepare_run(
         test=test,
         sources=samples.sources,
         state=state,
-        config_yaml=dump_config(config),
-        flops_per_token=training_flops_per_token(
-            engine.model, config.batch.sequence_length, config.data.predicted_fraction
-        ),
-        peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
         sample=sample,
         suites=suites,
         early=early,
