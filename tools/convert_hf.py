@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_lite.plural import counted
 from tools.cli.arguments import FAILED, above_zero, command, command_line
 from tools.cli.help_text import HelpFormatter
 
@@ -61,9 +62,8 @@ def _export(options: argparse.Namespace) -> int:
         text=options.text,
         progress=True,
     )
-    files = f"{done.shards} files" if done.shards > 1 else "one file"
     size = f"{done.bytes / 1e9:,.2f} GB" if done.bytes >= 1e9 else f"{done.bytes / 1e6:,.1f} MB"
-    print(f"{done.folder}: {done.parameters:,} parameters in {options.dtype}, {size} in {files}")
+    print(f"{done.folder}: {done.parameters:,} parameters in {options.dtype}, {size} in {counted(done.shards, 'file')}")
     return _check(done, options)
 
 

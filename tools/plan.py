@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from megatron_lite.plural import counted
 from tools.cli.arguments import (
     FAILED,
     above_zero,
@@ -232,7 +233,7 @@ def header(config: Config[ModelConfig], gpus: int, dtype: str) -> str:
     decoding = "" if cache is None else f"; decoding keeps {cache / 2**20:,.2f} MiB per sequence of this length"
     return (
         f"{'+'.join(dict.fromkeys(config.model.mixers))}, {work.parameters / 1e6:,.1f} M parameters, {dtype}, "
-        f"activation checkpointing {mode}, on {gpus} GPUs\n"
+        f"activation checkpointing {mode}, on {counted(gpus, 'GPU')}\n"
         f"{batch.global_batch_size} samples of {batch.sequence_length} per step in micro-batches of "
         f"{batch.micro_batch_size}; {steps:,} steps, {tokens / 1e9:,.2f} G tokens\n"
         f"{work.flops_per_token / 1e9:,.2f} GFLOP per token, {work.flops_per_token * tokens:.3g} FLOP in total{decoding}"

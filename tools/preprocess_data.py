@@ -22,6 +22,7 @@ from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.filters import Filters
 from data.preprocessing.pipeline import finished, preprocess
 from data.tokenizer import merges_of
+from megatron_lite.plural import counted
 from tools.cli.arguments import command, command_line, from_zero, interrupted, positive, share, words
 
 # Names of tokenizer types, including those of GPT-NeoX and Megatron-LM.
@@ -131,7 +132,7 @@ def _print_summary(
     for name, manifest in manifests.items():
         prefix = f"{options.output_prefix}_{name}_document"
         print(
-            f"{prefix}: {manifest['documents']:,} documents,"
+            f"{prefix}: {counted(manifest['documents'], 'document')},"
             f" {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:.3f} bytes per token"
         )
     first = next(iter(manifests.values()))

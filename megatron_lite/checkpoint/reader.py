@@ -39,6 +39,7 @@ from megatron_lite.fault_tolerance.finite_check import is_finite
 from megatron_lite.near_folders import near_folders
 from megatron_lite.optim.zero_state import AVERAGE, MOMENTS
 from megatron_lite.parallel.sharding_plan import Shard
+from megatron_lite.plural import counted
 
 FORMAT = "metalion-checkpoint"
 VERSION = 2  # version 1 has no shards
@@ -276,8 +277,7 @@ class TensorSlice:
 def describe_layout(layout: Mapping[str, Any]) -> str:
     """Return a manifest's layout in words: "4 processes: data 2 x tensor 2, ZeRO 1, bf16"."""
     sizes = [f"{key} {layout[key]}" for key in ("data", "tensor", "pipeline", "context") if layout.get(key, 1) > 1]
-    count = layout["world_size"]
-    words = f"{count} process{'es' if count > 1 else ''}" + (f": {' x '.join(sizes)}" if sizes else "")
+    words = counted(layout["world_size"], "process", "processes") + (f": {' x '.join(sizes)}" if sizes else "")
     return words + (f", ZeRO {layout['zero_stage']}" if "zero_stage" in layout else "") + f", {layout['dtype']}"
 
 

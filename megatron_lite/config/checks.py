@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..parallel.layout import Layout, Limits, layout_problems, limits_of, nearest_layouts
+from ..plural import counted
 from .data_checks import data_problems
 from .files import KeyPath
 from .fp8_schema import fp8_problems
@@ -272,7 +273,7 @@ def _solve_batch(given: Mapping[str, Any], ranks: int, *, where: str) -> dict[Ke
     if len(known) < 2:
         return Problem(("batch",), f"needs two of {', '.join(BATCH_KEYS)}: {where}")
     micro, total, accumulation = (given[key] for key in BATCH_KEYS)
-    reason = f"{EQUATION}, {ranks} data rank" + ("s" if ranks > 1 else "")
+    reason = f"{EQUATION}, {counted(ranks, 'data rank')}"
     if total is None:
         return {("batch", "global_batch_size"): Derived(micro * accumulation * ranks, reason)}
     if micro is not None and accumulation is not None:

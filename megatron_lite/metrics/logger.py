@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from megatron_lite.atomic_io import write_text
 from megatron_lite.near_folders import near_folders
+from megatron_lite.plural import counted
 
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
@@ -196,9 +197,8 @@ def _parse(file: Path) -> list[dict[str, Any]]:
         elif number < len(raw):
             broken.append(number)
     if broken:
-        print(
-            f"warning: {file}: {len(broken)} damaged lines are skipped, the first is line {broken[0]}", file=sys.stderr
-        )
+        lines_skipped = counted(len(broken), "damaged line")
+        print(f"warning: {file}: {lines_skipped} skipped, the first is line {broken[0]}", file=sys.stderr)
     return lines
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.parallel.launcher import claim_rank, join_launcher
+from megatron_lite.plural import counted
 
 START_TIMEOUT_MINUTES = 30.0  # of collectives before the first step
 
@@ -189,7 +190,7 @@ def _device(name: str, local_rank: int) -> torch.device:
         raise ValueError("run.device = cuda: torch sees no CUDA device; set run.device=cpu or auto")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"LOCAL_RANK {local_rank}: this machine has {torch.cuda.device_count()} GPUs; "
+            f"LOCAL_RANK {local_rank}: this machine has {counted(torch.cuda.device_count(), 'GPU')}; "
             f"start at most that many processes on it (torchrun --nproc-per-node)"
         )
     return torch.device("cuda", local_rank)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_lite.config.loader import load_config
+from megatron_lite.plural import counted
 from models.config import ModelConfig
 from tools.cli.process_status import describe_status
 
@@ -85,7 +86,9 @@ def run(
         raise ValueError(f"{fixed[0]}: each layout has its own `parallel` and `batch`; override keys of other sections")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if available < gpus:
-        raise ValueError(f"--gpus {gpus}: this machine has {available} GPUs, and at most that many are allowed")
+        raise ValueError(
+            f"--gpus {gpus}: this machine has {counted(available, 'GPU')}, and at most that many are allowed"
+        )
     known = cases(gpus, length, micro)
     names = [case.name for case in known]
     wanted: set[str] = set() if only else set(names)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_lite.plural import counted
 from tools.cli.arguments import above_zero, command, command_line, numbers, positive, words
 
 if TYPE_CHECKING:
@@ -245,7 +246,8 @@ def _plan_text(comparison: Comparison, runs: Sequence[Run]) -> str:
     from tools.compare.results import plan_table
 
     complete = sum(run.complete for run in runs)
-    words = f"{len(runs)} runs in {comparison.folder}" + (f", {complete} of them complete" if complete else "")
+    words = f"{counted(len(runs), 'run')} in {comparison.folder}"
+    words += f", {complete} of them complete" if complete else ""
     return f"{comparison.title}: {words}\n\n{plan_table(runs, plain=True)}"
 
 

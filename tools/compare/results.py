@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.metrics.logger import FILE_NAME, read_metrics
+from megatron_lite.plural import counted
 from tools.compare.launcher import steps_done
 from tools.compare.spec import Run
 from tools.reporting.tables import markdown_table, plain_table
@@ -210,7 +211,7 @@ def progress_note(runs: Sequence[Run]) -> str:
     words = [f"{run.name} at step {at:,} of {run.config.schedule.train_steps:,}" for run, at in steps if at]
     if not_begun := sum(not at for _, at in steps):
         words.append(f"{not_begun} not started")
-    return f"{len(open_runs)} of {len(runs)} runs are not complete: {'; '.join(words)}."
+    return f"{len(open_runs)} of {counted(len(runs), 'run')} not complete: {'; '.join(words)}."
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from megatron_lite.plural import counted
 from tools.evaluation.adapter import ProjectLM
 
 Request = tuple[str, str]  # context and continuation
@@ -67,7 +68,7 @@ class ProgressMonitor:
     def record_requests(self, count: int) -> None:
         """Record that the harness sent its requests."""
         self.received = self.seconds
-        self._print(f"{count:,} requests")
+        self._print(counted(count, "request"))
 
     def record_tokens(self, tokens: Iterable[int]) -> None:
         """Record the tokens of every request."""

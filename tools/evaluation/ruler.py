@@ -18,6 +18,7 @@ import numpy as np
 
 from data.synthetic.ruler import TASKS, TEXTS_VERSION, RulerExample, make_example
 from data.synthetic.ruler_text import prose
+from megatron_lite.plural import counted
 from models.options import nearest_names
 from tools.evaluation.cells import by_place, draw_cells, formatted, length_label, with_cells, write_cells
 from tools.evaluation.haystack import (
@@ -112,7 +113,7 @@ def run_ruler(
     every = {length: _texts(opened, ruler, filler, length) for length in lengths}  # refused before the first answer
     for length, texts in every.items():
         if is_main_process(opened.lm):
-            print(f"RULER at {length:,} tokens: {len(texts):,} texts", file=sys.stderr)
+            print(f"RULER at {length:,} tokens: {counted(len(texts), 'text')}", file=sys.stderr)
         cells += score_cells(texts, _outputs(opened, texts), keep_outputs=request.save_samples)
     if not is_main_process(opened.lm):
         return None
@@ -179,7 +180,7 @@ def table(results: Mapping[str, Any]) -> str:
     header = [*(f"{length:,}" for length in lengths), "average"]
     values = _percent(results["cells"], "task", results["tasks"], lengths)
     parts = [
-        f"{results['title']}: RULER, score in percent by tokens of text; {results['samples']} texts per cell",
+        f"{results['title']}: RULER, score in percent by tokens of text; {counted(results['samples'], 'text')} per cell",
         markdown_table(["task", *header], _rows(results["tasks"], values), aligned=True),
     ]
     if by_depth := depth_cells(results):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_lite.plural import counted
 from tools.evaluation.document_metrics import metric_value, metrics_of
 from tools.evaluation.suites import Column, Suite
 from tools.reporting.tables import FEW_DOCUMENTS
@@ -130,8 +131,8 @@ def limits(results: Sequence[Results]) -> list[str]:
     words = []
     for limit in dict.fromkeys(result["metalion"].get("limit") for result in results):
         if limit is not None:
-            amount = f"{100 * limit:g} % of the" if limit < 1 else f"{int(limit):,}"
-            words.append(f"only the first {amount} documents per task")
+            amount = f"{100 * limit:g} % of the documents" if limit < 1 else counted(int(limit), "document")
+            words.append(f"only the first {amount} per task")
     return words
 
 

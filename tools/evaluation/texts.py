@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from data.atomic_io import write_json
 from data.corpus.discovery import source_files
 from data.indexed import IndexedTokens
+from megatron_lite.plural import counted
 from tools.evaluation.data_parallel import Processes
 from tools.evaluation.loss_by_position import run_positions
 from tools.evaluation.open_model import checkpoint_hash, results_file
@@ -78,7 +79,7 @@ def open_cache(loaded: TextModel, out: Path, weights: str | None) -> RequestCach
     model = f"{weights}/{number_format(loaded.model)}/{loaded.config['batch']['sequence_length']}"
     cache = RequestCache(None if weights is None else out.parent / "perplexity_batches", model, Processes())
     if len(cache):
-        print(f"resuming with {len(cache):,} batches of an interrupted evaluation", file=sys.stderr)
+        print(f"resuming with {counted(len(cache), 'batch', 'batches')} of an interrupted evaluation", file=sys.stderr)
     return cache
 
 

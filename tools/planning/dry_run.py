@@ -25,6 +25,7 @@ from megatron_lite.optim.param_groups import matrices_of_model
 from megatron_lite.parallel.fp8_projections import check_device
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.planning.memory import GIB
+from megatron_lite.plural import counted
 from models.config import ModelConfig
 from models.language_model import example_batch, layer_specs
 from tools.cli.devices import device_of
@@ -89,7 +90,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
     replicas = batch.data_ranks * layout.context
     _print(
         f"memory       {where} on a {'GPU' if cuda else 'CPU'}, {dtype}, ZeRO {max(1, parallel.zero_stage)} over "
-        f"{replicas} rank{'' if replicas == 1 else 's'}:"
+        f"{counted(replicas, 'rank')}:"
     )
     memory = memory_of(config, dtype, cuda=cuda)
     for name, size in {**memory, "sum": sum(memory.values())}.items():

@@ -16,6 +16,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
 from megatron_lite.planning.memory import GIB, Allocations
+from megatron_lite.plural import counted
 from models.config import ModelConfig
 from models.language_model import example_batch
 from tools.loading.engine import build_engine
@@ -40,7 +41,8 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
     name = torch.cuda.get_device_name(grid.device) if grid.device.type == "cuda" else "cpu"
     if grid.is_main:
         print(
-            f"{Path(words[0]).stem}: {gpus} processes on {name}, {dtype}, micro-batch {config.batch.micro_batch_size}"
+            f"{Path(words[0]).stem}: {counted(gpus, 'process', 'processes')} on {name}, {dtype}, "
+            f"micro-batch {config.batch.micro_batch_size}"
         )
         print("ZeRO  checkpointing   estimated GiB   allocated GiB   ratio")
     worst = 1.0

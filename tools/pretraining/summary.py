@@ -23,6 +23,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
 from megatron_lite.metrics.logger import read_metrics
+from megatron_lite.plural import counted
 from megatron_lite.trainer import FitResult, TrainState
 from tools.loading.model import model_config
 from tools.pretraining.objective import Objective
@@ -50,8 +51,8 @@ def summary(config: Config[Any], result: FitResult, objective: Objective) -> str
         amount, speed = f"{state.consumed_samples:,} images", f"{rate / config.batch.sequence_length:,.0f} images/s"
     lines = [
         "",
-        f"{state.step:,} steps, {amount} in {_duration(state.seconds)} ({speed})"
-        + (f", {state.skipped_steps} steps skipped" if state.skipped_steps else ""),
+        f"{counted(state.step, 'step')}, {amount} in {_duration(state.seconds)} ({speed})"
+        + (f", {counted(state.skipped_steps, 'step')} skipped" if state.skipped_steps else ""),
     ]
     report: dict[str, Any] = {
         "steps": state.step,
@@ -160,7 +161,7 @@ def start_message(
     return (
         f"{config.run.name}: {'+'.join(dict.fromkeys(config.model.mixers))}, {parameters / 1e6:.1f} M parameters, "
         f"{describe_layout(engine.layout)} on {engine.grid.device.type}\n"
-        f"{config.schedule.train_steps:,} steps of {most}{config.batch.tokens_per_step:,} tokens = {_millions(tokens)}, "
+        f"{counted(config.schedule.train_steps, 'step')} of {most}{config.batch.tokens_per_step:,} tokens = {_millions(tokens)}, "
         f"from {objective.source}; "
         + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from step 0")
         + (f"\nthe checkpoint was trained with {changed}" if changed else "")
@@ -192,7 +193,7 @@ def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:
 def complete_message(config: Config[Any], source: Path, step: int) -> str:
     """Return the message of a run that has nothing left to do."""
     lines = [
-        f"the run {config.run.name} is complete: {step} steps, {source}",
+        f"the run {config.run.name} is complete: {counted(step, 'step')}, {source}",
         *([f"  it was trained with {changed}"] if (changed := changed_values(config, source)) else []),
         f"  {longer_command(config, 2 * step)}   # train twice as long",
         f"  {_command(config, {'run.name': f'{config.run.name}-2'})}   # another run",

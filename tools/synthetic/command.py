@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_lite.plural import counted
 from tools.cli.arguments import above_zero, command_line
 from tools.reporting.tables import plain_table
 
@@ -94,7 +95,7 @@ def synthetic_command(words: Sequence[str]) -> int:
         print(f"failed: {text}", file=sys.stderr)
     remaining = sum(len(results.pending(sweep)) for sweep in grouped)
     if remaining and not options.report:
-        print(f"{remaining} runs remain: run the same command again to continue", file=sys.stderr)
+        print(f"{counted(remaining, 'run')} to do: run the same command again to continue", file=sys.stderr)
     return 1 if remaining and not options.report else 0
 
 
@@ -119,7 +120,8 @@ def _train(
     groups = groups_of(grouped, results, _group_size(experiment, devices), len(devices))
     total = sum(group.steps for group in groups)
     done = sum(len(results.of(sweep)) for sweep in grouped)
-    print(f"{sum(len(g.runs) for g in groups)} runs to do, {total:,} steps at most; {done} are in {results.path}\n")
+    to_do = counted(sum(len(g.runs) for g in groups), "run")
+    print(f"{to_do} to do, {counted(total, 'step')} at most; {done} done: {results.path}\n")
     with ProgressBar(total=total, unit="step", unit_scale=True, disable=not options.progress) as bar:
 
         def show(steps: int, text: str) -> None:
@@ -132,7 +134,8 @@ def _train(
             note = f", {best['stopped']}" if best["stopped"] else ""
             graph = "" if best["graph"] is True else f", no CUDA graph: {best['graph']}"
             tqdm.write(
-                f"{group.runs[0].name}: {100 * best['accuracy']:.1f} % at lr {best['lr']:g}{note}; {best['epochs']} epochs, "
+                f"{group.runs[0].name}: {100 * best['accuracy']:.1f} % at lr {best['lr']:g}{note}; "
+                f"{counted(best['epochs'], 'epoch')}, "
                 f"{best['side_by_side']} x {best['steps_per_second']:,.0f} steps/s{graph}"
             )
 
@@ -159,7 +162,7 @@ def _check(experiment: Experiment, grouped: Sweeps, devices: list[str]) -> int:
     group_size = _group_size(experiment, devices)
     if devices[0] == "cpu":
         print(
-            f"{len(chosen)} models, {STEPS} steps several times for each: on a CPU this takes minutes per model",
+            f"{counted(len(chosen), 'model')}, {STEPS} steps several times for each: on a CPU this takes minutes per model",
             file=sys.stderr,
         )
     print(" | ".join(COLUMNS), flush=True)
@@ -211,9 +214,8 @@ def _listing(grouped: Sweeps, results: Results) -> str:
     text = plain_table(lines[0], lines[1:], text_columns=3)
     runs = [run for sweep in grouped for run in sweep]
     rates = ", ".join(f"{rate:g}" for rate in sorted({run.lr for run in runs}))
-    return (
-        f"{text}\n\n{len(runs)} runs, at most {remaining_steps:,} steps remain; learning rates {rates}; {results.path}"
-    )
+    count = counted(len(runs), "run")
+    return f"{text}\n\n{count}, at most {remaining_steps:,} steps remain; learning rates {rates}; {results.path}"
 
 
 def _group_size(experiment: Experiment, devices: list[str]) -> int | None:

@@ -130,7 +130,7 @@ def test_damaged_lines_are_skipped_with_one_line(tmp_path: Path, capsys: pytest.
     )
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
     file = tmp_path / "metrics.jsonl"
-    assert capsys.readouterr().err == f"warning: {file}: 4 damaged lines are skipped, the first is line 2\n"
+    assert capsys.readouterr().err == f"warning: {file}: 4 damaged lines skipped, the first is line 2\n"
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n[1, 2')
     assert len(read_metrics(tmp_path)) == 1
     assert capsys.readouterr().err == ""

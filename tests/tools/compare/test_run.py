@@ -76,7 +76,7 @@ def test_comparison_continues_after_failed_runs(place: Path, monkeypatch, capsys
         path.mkdir(parents=True)
     assert main(words) == 1
     out, errors = capsys.readouterr()
-    assert "2 of 8 runs are not complete:" in out
+    assert "2 of 8 runs not complete:" in out
     for name in failing:
         assert f"{name} failed:" in errors
         assert f"exit status 1; the whole log: runs/tiny/{name}/train.log" in errors
@@ -185,7 +185,7 @@ def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
     threading.Thread(target=interrupt, daemon=True).start()
     assert main([*words, f"schedule.train_steps={steps}"]) == 1
     captured = capsys.readouterr()
-    assert "1 of 1 runs are not complete: metala-small-seed1 at step" in captured.out
+    assert "1 of 1 run not complete: metala-small-seed1 at step" in captured.out
     assert "stopped (SIGINT)" in captured.err
     assert "failed" not in captured.err
     stopped = read_metrics(run)[-1]["step"]

@@ -154,7 +154,7 @@ def test_batches_of_a_hub_model_are_kept_by_name_and_commit(tmp_path: Path, caps
     assert measure("org/tiny", "c0ffee", 1.5) == 1.5
     assert capsys.readouterr().err == ""
     assert measure("org/tiny", "c0ffee", 2.5) == 1.5
-    assert "resuming with 1 batches of an interrupted evaluation" in capsys.readouterr().err
+    assert "resuming with 1 batch of an interrupted evaluation" in capsys.readouterr().err
     assert measure("org/tiny", "facade", 3.5) == 3.5
     assert measure("org/other", "facade", 4.5) == 4.5
     assert measure("org/tiny", None, 5.5) == 5.5
@@ -281,7 +281,7 @@ def test_interrupted_measurement_resumes(
     assert measure("cut", stop_after=1) == (130, 1)
     assert "interrupted: the same command resumes" in capsys.readouterr().err
     assert measure("cut") == (0, batches - 1)
-    assert "resuming with 1 batches of an interrupted evaluation" in capsys.readouterr().err
+    assert "resuming with 1 batch of an interrupted evaluation" in capsys.readouterr().err
     whole, cut = (json.loads((tmp_path / folder / "results.json").read_text()) for folder in ("whole", "cut"))
     assert without_times(cut) == without_times(whole)
     assert not (tmp_path / "cut" / "perplexity_batches").exists()

@@ -65,7 +65,7 @@ def test_command_trains_and_writes_a_table(
     assert not (tmp_path / "out").exists()
     assert evaluation.main(command) == 0
     printed = capsys.readouterr().out
-    assert "4 runs to do, 8 steps at most; 0 are in" in printed
+    assert "4 runs to do, 8 steps at most; 0 done: " in printed
     lines = [json.loads(text) for text in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [(line["model"], line["lr"]) for line in lines] == [
         (model, lr) for model in ("metala", "attention") for lr in (1e-3, 5e-3)
@@ -81,7 +81,7 @@ def test_command_trains_and_writes_a_table(
     assert "0 runs to do" in printed.out
     assert printed.err == ""
     assert evaluation.main([*command, "seeds=[1]", "--minutes", "1e-9"]) == 1
-    assert capsys.readouterr().err == "4 runs remain: run the same command again to continue\n"
+    assert capsys.readouterr().err == "4 runs to do: run the same command again to continue\n"
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
 
 
@@ -186,7 +186,7 @@ def test_failed_run_exits_with_1(words: list[str], tmp_path: Path, capsys: pytes
     assert evaluation.main(["--suite", "mqar", *words]) == 1
     errors = capsys.readouterr().err
     assert f"failed: 8x2 metala d=32 lr 0.005: ValueError: {checkpoint} cannot be read" in errors
-    assert "1 runs remain" in errors
+    assert "1 run to do: " in errors
     # The checkpoint of a finished run is removed.
     checkpoint.rename(tmp_path / "checkpoint.pt")
     assert evaluation.main(["--suite", "mqar", *words]) == 0
