@@ -207,11 +207,15 @@ LISTOPS = (
     f"settings.listops.recipes.lion_s_hippo={{widths: [64], lrs: [1e-3,2e-3], {LION_LISTOPS}}}",
 )
 PATH_X = (
-    *("widths=[64]", "lrs=[1e-3]", "batch_size=32", "epochs=32", "evaluate_every=2", "warmup_steps=500"),
-    *("network.positions=sinusoidal", "network.norm=batchnorm", "network.first_weights=pytorch"),
-    *("data.train_examples=32000", "data.validation_examples=2000", "data.test_examples=2000"),
+    "widths: [64], lrs: [1e-3], batch_size: 32, epochs: 32, evaluate_every: 2, warmup_steps: 500, "
+    "network: {intermediate_size: 32, norm: batchnorm, first_weights: pytorch, positions: sinusoidal}"
 )
-PATHS = ("tasks=[pathfinder,path_x]", "models=[metala_hippo]", *(f"settings.path_x.{value}" for value in PATH_X))
+PATHS = (
+    *("tasks=[pathfinder,path_x]", "models=[metala_hippo,lion_grfa]"),
+    f"settings.path_x.recipes.metala_hippo={{{PATH_X}}}",
+    "settings.path_x.data.train_examples=32000",
+    *(f"settings.path_x.data.{split}_examples=2000" for split in ("validation", "test")),
+)
 FIGURES: dict[str, Callable[[Path], None]] = {
     "train_h200.png": train,
     "layouts_h200.png": layouts,
