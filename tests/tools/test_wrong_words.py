@@ -29,6 +29,7 @@ CASES = {
         ("configs", "configs: is a folder; name a file, such as configs/"),
         ("optimizer.lr 1e-3", "optimizer.lr: has no value: write optimizer.lr=VALUE"),
         ("--lr 1e-3", "--lr is not an option. Keys are set without dashes, .*; nearest: optimizer.lr"),
+        ("--dryrun", "--dryrun is not an option; the nearest option is --dry-run"),
         ("--hidden-size=64", "--hidden-size=64 is not an option.* nearest: model.hidden_size"),
         ("TEXT", r"README\.md:\d+: YAML syntax"),
         ("model.hiden_size=64", "model.hiden_size is an unknown key; nearest: model.hidden_size"),

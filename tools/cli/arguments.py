@@ -121,15 +121,15 @@ class _Parser(argparse.ArgumentParser):
         return options
 
 
-def command_line(command: str, description: str | None, epilog: str = "") -> argparse.ArgumentParser:
+def command_line(command: str, description: str | None, epilog: str = "") -> _Parser:
     """Return a parser of `command` whose --help fits the terminal, by `tools.cli.help_text`."""
     return _Parser(prog=command, description=description, epilog=epilog, formatter_class=HelpFormatter)
 
 
 def parse_with_overrides(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, schema: Callable[[], type]
+    parser: _Parser, arguments: Sequence[str] | None, schema: Callable[[], type]
 ) -> argparse.Namespace:
-    """Parse options mixed with `key.sub=value`. An unknown option such as --lr is refused with the key of that name.
+    """Parse options mixed with `key.sub=value`. Refuse an unknown option such as --lr with the nearest option or key.
 
     schema: returns the configuration class that has the keys.
     """
@@ -137,7 +137,10 @@ def parse_with_overrides(
     if unknown:
         from megatron_lite.config.loader import nearest_keys
 
-        path = tuple(unknown[0].lstrip("-").partition("=")[0].replace("-", "_").split("."))
+        name = unknown[0].partition("=")[0]
+        if nearest_options := get_close_matches(name, parser._options(), 1, 0.8):
+            parser.error(f"{unknown[0]} is not an option; the nearest option is {nearest_options[0]}")
+        path = tuple(name.lstrip("-").replace("-", "_").split("."))
         nearest = nearest_keys(path, schema())
         hint = f"; {nearest}" if nearest.startswith("nearest") else ""
         parser.error(f"{unknown[0]} is not an option. Keys are set without dashes, as optimizer.lr=1e-3{hint}")
