@@ -339,8 +339,8 @@ def _encodable(text: str) -> str:
 
 def _wrong_key(where: str, text_key: str, keys: Sequence[str]) -> str:
     return (
-        f"{where}: no key {text_key!r}; the keys there are {', '.join(keys) or 'none'}. Set the text key to the one"
-        " that holds the text (data.text_key in a config, --jsonl-keys in tools.preprocess_data)."
+        f"{where}: no key {text_key!r}; the keys there are {', '.join(keys) or 'none'}; name the one that holds the text"
+        " (data.text_key in a configuration; on the command line --jsonl-keys, --jsonl-key or --text-key)"
     )
 
 

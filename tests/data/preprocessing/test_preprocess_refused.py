@@ -52,7 +52,8 @@ def test_broken_lines_stop_the_job_or_are_counted(tmp_path, inline):
     ("changes", "message"),
     [
         ({"--input": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
-        ({"--jsonl-keys": "content"}, "line 1: no key 'content'; the keys there are text"),
+        ({"--jsonl-keys": "content"}, "line 1: no key 'content'; the keys there are text; name the one that holds the"),
+        ({"--jsonl-keys": "content"}, "--jsonl-key or --text-key) (broken lines allowed: 0). Repair the file"),
         ({"--jsonl-keys": "a/b"}, "--jsonl-keys a/b: the key names an output file, so it must not hold a slash"),
         ({"--tokenizer-type": "hf"}, "a tokenizer of type 'hf' needs a path"),
         ({"--split": "a,b"}, "--split 'a,b' must be numbers"),
