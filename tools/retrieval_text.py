@@ -15,7 +15,7 @@ from data.corpus.readers import read_documents
 from data.progress import ProgressBar
 from data.synthetic.retrieval_text import MOST_DOCUMENTS, RETRIEVAL_TASKS, sentences, training_example
 from data.synthetic.ruler import TASKS
-from data.tokenizer import TOKENIZER_TYPES, load_tokenizer
+from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
 from tools.cli.arguments import check_writable, command, command_line, from_zero, positive, words
 
 HAYSTACK_CHARACTERS = 50_000_000
@@ -38,6 +38,11 @@ of each task. Seeds of evaluations are 0 or more and seeds of these texts are be
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     _check(options)
+    tokenizer = load_tokenizer(options.tokenizer_type, options.vocab_file)
+    haystack = None
+    if options.haystack:
+        documents = read_documents(source_files(options.haystack), options.jsonl_key)
+        haystack = sentences((document.text for document in documents), HAYSTACK_CHARACTERS)
     counts: Counter[str] = Counter()
     tokens = 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ProgressBar(total=options.documents, unit="document", disable=options.no_progress) as bar,
         atomic_write(options.output) as file,
     ):
-        for task, length, text in _texts(options):
+        for task, length, text in _texts(options, tokenizer, haystack):
             file.write(json.dumps({"text": text, "meta": {"pile_set_name": task}}).encode() + b"\n")
             counts[task] += 1
             tokens += length
@@ -72,17 +77,14 @@ def _check(options: argparse.Namespace) -> None:
     check_writable(options.output, "--output")
 
 
-def _texts(options: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
+def _texts(
+    options: argparse.Namespace, tokenizer: Tokenizer, haystack: list[str] | None
+) -> Iterator[tuple[str, int, str]]:
     """Yield task, number of tokens and text of each document in order."""
-    tokenizer = load_tokenizer(options.tokenizer_type, options.vocab_file)
 
     def count_tokens(text: str) -> int:
         return len(tokenizer.encode_batch([text])[0])
 
-    haystack = None
-    if options.haystack:
-        documents = read_documents(source_files(options.haystack), options.jsonl_key)
-        haystack = sentences((document.text for document in documents), HAYSTACK_CHARACTERS)
     lengths = options.min_tokens, options.max_tokens
     for flag, length in zip(("--min-tokens", "--max-tokens"), lengths, strict=True):  # before any document is written
         try:

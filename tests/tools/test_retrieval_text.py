@@ -98,6 +98,8 @@ def test_needles_hide_in_the_sentences_of_a_text(tmp_path, capsys):
             r"--min-tokens 20: length 20: the shortest example of niah_single_1 takes \d+ tokens; name",
         ),
         (["--documents", "2000000000"], "--documents 2000000000: at most 1000000000 are allowed; use several --seed"),
+        (["--haystack", "nosuch"], "error: the data path nosuch does not exist"),
+        (["--tokenizer-type", "hf", "--vocab-file", "nosuch"], "error: the tokenizer file nosuch does not exist"),
         (["--output", "HERE"], "exists; name another --output, or replace it with --overwrite"),
     ],
 )
