@@ -155,7 +155,8 @@ def _named_source(directory: Path, resume: str) -> Path | None:
         try:
             return resolve(resume)
         except CheckpointError as error:
-            raise CheckpointError(f"checkpoint.resume = {resume}: {error}") from error
+            words = "; auto, newest_readable and never are also allowed"
+            raise CheckpointError(f"checkpoint.resume = {resume}: {error}{words}") from error
     return resolve(directory) if has_begun else None
 
 

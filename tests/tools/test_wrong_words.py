@@ -48,7 +48,10 @@ CASES = {
             "run.directory=OUT data.cache_directory=OUT/cache",
             r"batch.sequence_length = 1000000000: the token file .* tokens, fewer than one sample .* or less, or add text",
         ),
-        ("run.directory=OUT checkpoint.resume=NONE", "nothing does not exist .*: a run folder, .* is needed"),
+        (
+            "run.directory=OUT checkpoint.resume=NONE",
+            "nothing does not exist .*: a run folder, .* is needed; auto, newest_readable and never are also allowed",
+        ),
     ],
     "eval.py": [
         ("NONE", "does not exist .*: a run folder, .* is needed"),
