@@ -92,6 +92,8 @@ class Session:
             "data": None if data is None else str(data.resolve()),
             "hold_out": hold_out,
         }
+        from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
+
         self._file = output / "glue.json"
         self.results: dict[str, Any] = {**identity, "majority": {}, "runs": {}}
         if self._file.is_file():
@@ -99,7 +101,15 @@ class Session:
             self.results.setdefault("majority", {})  # files of earlier versions have none
             for key, value in identity.items():
                 if self.results[key] != value:
-                    raise ValueError(f"{self._file} is of another {key}; name another folder with --output")
+                    saved, new = (configuration_facts({key: each}) for each in (self.results[key], value))
+                    changed = [
+                        f"{name}: {saved.get(name, 'not given')} there, {new.get(name, 'not given')} now"
+                        for name in {**saved, **new}
+                        if saved.get(name) != new.get(name)
+                    ]
+                    raise ValueError(
+                        f"{self._file} is of another {key} ({'; '.join(changed[:3])}); name another folder with --output"
+                    )
             for runs in self.results["runs"].values():
                 for key, scores in runs.items():
                     # JSON has null for an undefined correlation.

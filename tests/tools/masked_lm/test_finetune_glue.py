@@ -216,7 +216,7 @@ def test_task_starts_from_the_weights_of_another(masked_run: Path, data: Path, t
     assert finetune_glue.main(arguments) == 0
     assert ", seed" not in capsys.readouterr().out
     assert finetune_glue.main([*arguments, "max_length=64"]) == 2
-    assert "is of another recipe" in capsys.readouterr().err
+    assert re.search(r"is of another recipe \(recipe.max_length: \d+ there, 64 now\); name", capsys.readouterr().err)
 
 
 def test_results_may_be_inside_the_export(masked_run: Path, data: Path, tmp_path: Path) -> None:
@@ -344,7 +344,10 @@ def test_results_of_another_checkpoint_are_refused(masked_run: Path, data: Path,
     (later / "SHA256SUMS").unlink()
     latest.write_text(later.name)
     assert finetune_glue.main(arguments) == 2
-    assert "is of another checkpoint; name another folder with --output" in capsys.readouterr().err
+    message = (
+        r"is of another checkpoint \(checkpoint: .*run, weights .* there, .* now\); name another folder with --output"
+    )
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_undefined_correlation_is_null_in_the_file_and_nan_in_the_table(
