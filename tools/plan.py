@@ -46,6 +46,7 @@ examples:
   python -m tools.plan configs/metala_1.4b.yml batch.micro_batch_size=4 --gpus 64 --gpu "A100" --gpu-memory 40
   torchrun --nproc-per-node 2 -m tools.plan configs/metala_360m.yml --measure     compare the estimate with allocations
 
+Every legal layout is listed. The layout of the configuration counts for --measure only.
 Nothing is trained (except with --measure) and no GPU is needed. Memory is counted from one layer of each kind, run without
 computing. It excludes the CUDA context and NCCL's buffers, about 1 to 2 GiB per GPU. Speed follows from --mfu, the share of
 the peak that one GPU reaches alone, and from the links (docs/guide/parallelism.md). Layouts that do not fit come last.
