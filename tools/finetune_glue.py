@@ -77,6 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _differences(key: str, saved: Any, current: Any) -> str:
+    """Return up to three parts of a value of results that differ from the saved ones, as words of a message."""
+    from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
+
+    saved_facts, current_facts = configuration_facts({key: saved}), configuration_facts({key: current})
+    changed = [
+        f"{name}: {saved_facts.get(name, 'not given')} there, {current_facts.get(name, 'not given')} now"
+        for name in {**saved_facts, **current_facts}
+        if saved_facts.get(name) != current_facts.get(name)
+    ]
+    return "; ".join(changed[:3])
+
+
 class Session:
     """A checkpoint's fine-tuning: which runs are done, and their results, in `output`/glue.json."""
 
@@ -92,8 +105,6 @@ class Session:
             "data": None if data is None else str(data.resolve()),
             "hold_out": hold_out,
         }
-        from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
-
         self._file = output / "glue.json"
         self.results: dict[str, Any] = {**identity, "majority": {}, "runs": {}}
         if self._file.is_file():
@@ -101,14 +112,9 @@ class Session:
             self.results.setdefault("majority", {})  # files of earlier versions have none
             for key, value in identity.items():
                 if self.results[key] != value:
-                    saved, new = (configuration_facts({key: each}) for each in (self.results[key], value))
-                    changed = [
-                        f"{name}: {saved.get(name, 'not given')} there, {new.get(name, 'not given')} now"
-                        for name in {**saved, **new}
-                        if saved.get(name) != new.get(name)
-                    ]
+                    differences = _differences(key, self.results[key], value)
                     raise ValueError(
-                        f"{self._file} is of another {key} ({'; '.join(changed[:3])}); name another folder with --output"
+                        f"{self._file} is of another {key} ({differences}); name another folder with --output"
                     )
             for runs in self.results["runs"].values():
                 for key, scores in runs.items():

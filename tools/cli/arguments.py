@@ -107,17 +107,17 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.match(r"unrecognized arguments: (-[^\s=]*|(?:\S*\.)?([\w-]+)=)", message):
-            nearest = get_close_matches(f"--{unknown[2]}" if unknown[2] else unknown[1], self._options(), 1)
+            nearest = get_close_matches(f"--{unknown[2]}" if unknown[2] else unknown[1], self.option_names(), 1)
             message += f"; the nearest option is {nearest[0]}" if nearest else "; --help lists the options"
         super().error(message)
 
-    def _options(self) -> list[str]:
+    def option_names(self) -> list[str]:
         """Return the options of this parser and of its subcommands."""
         options = []
         for action in self._actions:
             options += action.option_strings
             if isinstance(action, argparse._SubParsersAction):
-                options += [name for parser in action.choices.values() for name in parser._options()]
+                options += [name for parser in action.choices.values() for name in parser.option_names()]
         return options
 
 
@@ -138,7 +138,7 @@ def parse_with_overrides(
         from megatron_lite.config.loader import nearest_keys
 
         name = unknown[0].partition("=")[0]
-        if nearest_options := get_close_matches(name, parser._options(), 1, 0.8):
+        if nearest_options := get_close_matches(name, parser.option_names(), 1, 0.8):
             parser.error(f"{unknown[0]} is not an option; the nearest option is {nearest_options[0]}")
         path = tuple(name.lstrip("-").replace("-", "_").split("."))
         nearest = nearest_keys(path, schema())
