@@ -1,4 +1,4 @@
-"""Choose mixers by purpose from the results of a ladder, and gather the scores of its models."""
+"""Choose mixers by purpose from the losses of a ladder."""
 
 from __future__ import annotations
 
@@ -9,27 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.atomic_io import read_json
 from models.config import ModelConfig
-from tools.compare.results import Result, Row
+from tools.compare.results import FEW_RUNS, Row
 from tools.compare.spec import Run
-from tools.evaluation.results_file import RESULTS_FILE
 from tools.reporting.runs_page import Section
 
-# Below this number of runs a correlation and a scatter are left out.
-_FEW_RUNS = 5
 # Names of equally good mixers in a cell.
 _SHOWN = 3
-# Score of a run: (suite, task, metric).
-Key = tuple[str, str, str]
-
-
-class Score(NamedTuple):
-    """Hold a score, its standard error and its baseline, the better of chance and the most frequent answer; None if unknown."""
-
-    value: float
-    error: float | None = None
-    baseline: float | None = None
 
 
 class Noise(NamedTuple):
@@ -114,7 +100,7 @@ def noise_of_run(rows: Sequence[Row], same_size: Collection[str], misses: Mappin
     if not math.isnan(of_size.deviation):
         return of_size
     bounds = [others._replace(source=f"{others.source}, taken as an upper bound, since noise falls with the size")]
-    if len(misses) >= _FEW_RUNS:
+    if len(misses) >= FEW_RUNS:
         source = f"the scatter of predicted minus trained loss of {len(misses)} mixers"
         source += ", an upper bound: it also holds the errors of the predictions"
         bounds.append(Noise(statistics.stdev(misses.values()), source))
@@ -140,54 +126,6 @@ def _noise_of_seeds(rows: Sequence[Row]) -> Noise:
     return Noise(math.sqrt(squares / freedom), source) if freedom else Noise(math.nan, "")
 
 
-def scores(reached: Sequence[str], runs: Sequence[Run], results: Sequence[Result]) -> Section:
-    """Return the scores of the largest rung that has any, and their correlation with the loss over the runs of every rung.
-
-    Tasks in which the runs are at the baseline are only named. reached: the rungs with a complete run, in ascending order.
-    """
-    losses = {result.run.folder: result.final["loss"] for result in results if result.final}
-    losses = {folder: loss for folder, loss in losses.items() if math.isfinite(loss)}
-    measured = {run.folder: _scores_of(run) for run in runs if run.folder in losses}
-    scored = {run.size for run in runs if measured.get(run.folder)}
-    rung = next((rung for rung in reversed(reached) if rung in scored), reached[-1])
-    of_rung: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.size == rung and measured.get(run.folder):
-            of_rung.setdefault(run.label, []).append(run)
-    keys = dict.fromkeys(key for group in of_rung.values() for run in group for key in measured[run.folder])
-    cells, left_out = [], []
-    for key in keys:
-        groups = [
-            [measured[run.folder][key] for run in group if key in measured[run.folder]] for group in of_rung.values()
-        ]
-        every_score = [score for group in groups for score in group]
-        name, baseline = f"{key[1]}, {key[2]}", every_score[0].baseline
-        if not _above_baseline(every_score):
-            left_out.append(name)
-            continue
-        pairs = [(losses[folder], values[key].value) for folder, values in measured.items() if key in values]
-        row = [name, "-" if baseline is None else f"{baseline:.3f}", _correlation(pairs)]
-        cells.append([*row, *(_mean_score(group) if group else "-" for group in groups)])
-    note = (
-        "Score ± standard error over the examples, of fine-tuned models over the seeds. Baseline: the better of chance "
-        f"and the most frequent answer. Correlation: of score and validation loss over all runs with the score, from {_FEW_RUNS} "
-        "runs on."
-    )
-    if seeds := sorted({run.seed for group in of_rung.values() for run in group}):
-        note += f" Seeds with scores: {', '.join(map(str, seeds))}."
-    if left_out:
-        note += f" Left out, since the mean of the models is within two standard errors of the baseline: {'; '.join(left_out)}."
-    complete = dict.fromkeys(run.label for run in runs if run.size == rung and run.folder in losses)
-    if without := ", ".join(label for label in complete if label not in of_rung):
-        note += f" Not measured: {without}."
-    header = ["task", "baseline", "correlation with the loss", *of_rung]
-    causal = all(run.causal for run in runs)
-    commands = "`--recall`, and `eval.py` with a run, write" if causal else "`tools.finetune_glue` with a run writes"
-    missing = f"Not measured: {commands} scores to the runs' folders."
-    title = f"Zero-shot scores and recall at {rung}" if causal else f"Scores after fine-tuning at {rung}"
-    return Section(title, header, cells, note if keys else missing)
-
-
 def _best(values: Mapping[str, float], error: float) -> list[str]:
     """Return the cells of a purpose. error: standard error of a difference."""
     best, *others = sorted(values, key=lambda label: values[label])
@@ -210,63 +148,3 @@ def _by_source(here: Sequence[Row]) -> list[list[str]]:
     counts = [f"{firsts.count(label)} of {len(sources)}" for label in (first, *others)]
     after = [others[0], counts[1]] if others else ["-", "-"]
     return [["lowest loss in most sources", first, "-", counts[0], *after]]
-
-
-def _scores_of(run: Run) -> dict[Key, Score]:
-    """Return the scores by suite, task and metric; empty without a results file."""
-    path, scores_by_key = run.folder / RESULTS_FILE, _fine_tuned(run)
-    if not path.is_file():
-        return scores_by_key
-    content = read_json(path, f"remove it; python eval.py {run.folder} writes it again", "results")
-    for suite, tasks in content["results"].items():
-        for task, metrics in tasks.items():
-            details = content.get("details", {}).get(suite, {}).get(task, {})
-            for metric, value in metrics.items():
-                if isinstance(value, int | float) and metric in details:
-                    detail = details[metric]
-                    baselines = [detail[key] for key in ("chance", "majority") if detail.get(key) is not None]
-                    # Retrieval tasks have no chance: an answer of many digits is never guessed.
-                    baseline = 0.0 if suite in ("ruler", "needle") else max(baselines, default=None)
-                    scores_by_key[suite, task, metric] = Score(float(value), detail.get("stderr"), baseline)
-    return scores_by_key
-
-
-def _fine_tuned(run: Run) -> dict[Key, Score]:
-    """Return mean and standard error over the seeds that `tools.finetune_glue` wrote for a run."""
-    scores_by_key: dict[Key, Score] = {}
-    for path in sorted(run.folder.glob("*/glue.json")):
-        content = read_json(path, f"remove it; tools.finetune_glue {run.folder} writes it again", "runs")
-        for task, seeds in content["runs"].items():
-            for metric in dict.fromkeys(metric for values in seeds.values() for metric in values):
-                of_seeds = [values[metric] for values in seeds.values() if values.get(metric) is not None]
-                if of_seeds:
-                    error = statistics.stdev(of_seeds) / math.sqrt(len(of_seeds)) if len(of_seeds) > 1 else None
-                    baseline = content.get("majority", {}).get(task, {}).get(metric)
-                    key = "fine-tuned", f"{task} after fine-tuning", metric
-                    scores_by_key[key] = Score(statistics.mean(of_seeds), error, baseline)
-    return scores_by_key
-
-
-def _above_baseline(of_runs: Sequence[Score]) -> bool:
-    """Return whether the mean is more than two standard errors above the baseline; True if there is none."""
-    baseline = of_runs[0].baseline
-    if baseline is None:
-        return True
-    # The runs share the examples, so their mean has the error of one run.
-    error = statistics.mean(score.error or 0.0 for score in of_runs)
-    return statistics.mean(score.value for score in of_runs) > baseline + 2 * error
-
-
-def _mean_score(of_seeds: Sequence[Score]) -> str:
-    value = statistics.mean(score.value for score in of_seeds)
-    errors = [score.error for score in of_seeds if score.error is not None]
-    # The seeds share the examples, so their mean has the error of one run.
-    numbers = [value, *([statistics.mean(errors)] if errors else [])]
-    return " ± ".join(f"{number:,.0f}" if value >= 100 else f"{number:.3f}" for number in numbers)
-
-
-def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
-    losses, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    if len(pairs) < _FEW_RUNS or len(set(losses)) < 2 or len(set(values)) < 2:
-        return "-"
-    return f"{statistics.correlation(losses, values):+.2f}"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tools.compare.held_out import compressors_of, positions_of, training_tokens_of
-from tools.compare.ladder_choices import LatePositions, choices, noise_of_run, scores
+from tools.compare.ladder_choices import LatePositions, choices, noise_of_run
 from tools.compare.ladder_predictions import (
     Predictions,
     fits_of,
@@ -21,6 +21,7 @@ from tools.compare.ladder_predictions import (
     predict,
     stored_predictions,
 )
+from tools.compare.ladder_scores import scores
 from tools.compare.results import Result, Row, difference_text, ranked, unstable_note
 from tools.compare.rungs import Ladder
 from tools.compare.scaling_fit import ScalingFit

@@ -14,6 +14,8 @@ from tools.compare.launcher import steps_done
 from tools.compare.spec import Run
 from tools.reporting.tables import markdown_table, plain_table
 
+# Fewer runs show neither a correlation nor a scatter.
+FEW_RUNS = 5
 # A run with more growth of its gradient norm is unstable: see `Result.gradient_growth`.
 _UNSTABLE_GROWTH = 3.0
 # Fewer logged gradient norms show no growth.

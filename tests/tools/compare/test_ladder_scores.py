@@ -1,0 +1,50 @@
+"""The task scores of a ladder's runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from tests.tools.compare.test_ladder_report import ladder_results, law
+from tools.compare.ladder_scores import scores
+
+
+def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_with_the_loss(tmp_path: Path) -> None:
+    _, runs, results = ladder_results(tmp_path)
+    for run, result in zip(runs, results, strict=True):
+        if run.model == "softmax":
+            value = 10 - (result.final or {})["loss"]
+            content = {"results": {"tasks": {"boolq": {"acc": value}, "copa": {"acc": 0.6}}}, "details": {}}
+            detail = {"stderr": 0.125, "chance": 0.25}
+            content["details"] = {"tasks": {"boolq": {"acc": detail}, "copa": {"acc": {**detail, "majority": 0.4}}}}
+            content["results"]["ruler"] = {"niah": {"score": 0}}
+            content["details"]["ruler"] = {"niah": {"score": {"stderr": 0.0}}}
+            (run.folder / "results.json").write_text(json.dumps(content))
+    glue = {"runs": {"imdb": {"pretrained/0": {"accuracy": 0.8}, "pretrained/1": {"accuracy": 0.9}}}}
+    glue["runs"]["rte"] = {"pretrained/0": {"accuracy": 0.5}, "pretrained/1": {"accuracy": 0.6}}
+    glue["majority"] = {"rte": {"accuracy": 0.52}}
+    (runs[8].folder / "imdb").mkdir()
+    (runs[8].folder / "imdb" / "glue.json").write_text(json.dumps(glue))
+    section = scores(["40m-10x"], runs, results)
+    assert section.rows[0] == ["imdb after fine-tuning, accuracy", "-", "-", "0.850 ± 0.050"]
+    assert list(section.header) == ["task", "baseline", "correlation with the loss", "Softmax"]
+    row = section.rows[1]
+    assert row[:3] == ["boolq, acc", "0.250", "-1.00"]
+    assert row[3] == f"{10 - law(4e7, 4e8):.3f} ± 0.125"
+    # Of the better of chance and the most frequent answer, 0.6 is within two standard errors of 0.125.
+    assert len(section.rows) == 2
+    assert (
+        "two standard errors of the baseline: rte after fine-tuning, accuracy; copa, acc; niah, score." in section.note
+    )
+    assert f"Seeds with scores: {runs[8].seed}." in section.note
+    assert not scores(["5m-10x"], runs, []).rows
+    for run in runs:
+        run.causal = False
+    empty = scores(["5m-10x"], runs, [])
+    assert empty.title == "Scores after fine-tuning at 5m-10x"
+    assert empty.note == "Not measured: `tools.finetune_glue` with a run writes scores to the runs' folders."
+    # A diverged run has no place in the correlation.
+    results[0] = replace(results[0], final={"loss": math.nan})
+    assert scores(["40m-10x"], runs, results).rows[1][2] == "-1.00"
