@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..atomic_io import is_dead, remove_leftovers, write_text
 from ..checksum import Checksum, DamagedDataError, Record, difference
 from ..corpus.discovery import SourceFile
@@ -166,59 +168,88 @@ def _write_parts(
     for path, recorded in input_records(files, reports).items():
         if problem := difference(Path(path), recorded):
             raise DamagedDataError(_other_input(problem))
-    counts = _Counts(settings)
-    duplicates = DuplicateIndex(settings)
-    for file, of_file in enumerate(reports):
-        for number, report in enumerate(of_file):
-            counts.add(Counter(report["skipped"]), report["broken"], sum(report["documents"]))
-            for of_document in read_records(parts, file, number, duplicates.record_bytes):
-                duplicates.add(of_document)
-    if all(of_file and of_file[-1]["last"] for of_file in reports):
-        counts.check_at_end()
+    shards = _ShardWriter(parts, settings, token_dtype(tokenizer.vocab_size), reports)
+    complete = [bool(of_file) and of_file[-1]["last"] for of_file in reports]
+    if all(complete):
+        shards.counts.check_at_end()
         return
-    done = [(sum(report["blocks"] for report in of_file), bool(of_file) and of_file[-1]["last"]) for of_file in reports]
-    numbers = [len(of_file) for of_file in reports]
-    inputs: dict[int, Record] = {}
-    part: Shard | None = None
+    blocks = [sum(report["blocks"] for report in of_file) for of_file in reports]
     total = sum(file.bytes for file in files)
     with (
         ProgressBar(total=total or None, unit="B", unit_scale=True, disable=not progress, mininterval=0.5) as bar,
         _pool(settings, workers) as pool,
     ):
         speed = _Speed(bar)
-        bar.update(sum(file.bytes for file, (_, last) in zip(files, done, strict=True) if last))
+        bar.update(sum(file.bytes for file, whole in zip(files, complete, strict=True) if whole))
         try:
-            for file, block, outcomes in _encoded_blocks(files, done, pool, workers, inputs):
-                if part is None:
-                    part = Shard(parts, file, numbers[file], settings, token_dtype(tokenizer.vocab_size))
-                if block is not None and outcomes is not None:
-                    broken: set[str] = set()  # a line that no key can read is counted once
-                    for key, outcome in enumerate(_result(outcomes, block)):
-                        outcome.broken = [line for line in outcome.broken if line not in broken]
-                        broken.update(outcome.broken)
-                        counts.add(outcome.skipped, len(outcome.broken), len(outcome.lengths), outcome.broken)
-                        part.add(key, outcome, duplicates)
-                        speed.documents += len(outcome.lengths)
-                        speed.text_bytes += sum(outcome.sizes)
-                    part.blocks += 1
-                if block is None or outcomes is None or part.blocks == SHARD_BLOCKS:
-                    record = inputs.get(file)
-                    before = known.get(str(files[file].path))
-                    if block is None and record and before and record["sha256"] != before["sha256"]:
-                        raise DamagedDataError(
-                            _other_input(f"{files[file].path} has changed with the same size and time")
-                        )
-                    part.finish(last=block is None, input_record=record if block is None else None)
-                    numbers[file] += 1
-                    part = None
-                if block is not None:
-                    bar.update(block.file_bytes)
-                    speed.show()
+            for item in _encoded_blocks(files, blocks, complete, pool, workers):
+                if isinstance(item, _EndOfFile):
+                    path = str(files[item.file].path)
+                    if item.record and path in known and item.record["sha256"] != known[path]["sha256"]:
+                        raise DamagedDataError(_other_input(f"{path} has changed with the same size and time"))
+                    shards.end_file(item.file, item.record)
+                else:
+                    outcomes = item.outcomes()
+                    shards.add(item.file, outcomes)
+                    bar.update(item.block.file_bytes)
+                    speed.show(outcomes)
         except BaseException:
-            if part is not None:
-                part.abandon()
+            shards.abandon()
             raise
-    counts.check_at_end()
+    shards.counts.check_at_end()
+
+
+class _ShardWriter:
+    """Write encoded blocks as shards of `SHARD_BLOCKS` blocks, in reading order. Continue after the finished shards.
+
+    reports: of the finished shards per input file.
+    """
+
+    def __init__(
+        self, folder: Path, settings: PreprocessingSettings, dtype: np.dtype, reports: Sequence[list[dict[str, Any]]]
+    ) -> None:
+        self.counts = _Counts(settings)
+        self._folder, self._settings, self._dtype = folder, settings, dtype
+        self._numbers = [len(of_file) for of_file in reports]
+        self._shard: Shard | None = None
+        self._duplicates = DuplicateIndex(settings)
+        for file, of_file in enumerate(reports):
+            for number, report in enumerate(of_file):
+                self.counts.add(Counter(report["skipped"]), report["broken"], sum(report["documents"]))
+                for record in read_records(folder, file, number, self._duplicates.record_bytes):
+                    self._duplicates.add(record)
+
+    def add(self, file: int, outcomes: Sequence[Encoded]) -> None:
+        """Append a block. outcomes: one per text key. Raises ValueError as `_Counts.add`."""
+        shard = self._shard_of(file)
+        broken: set[str] = set()  # a line that no key can read is counted once
+        for key, outcome in enumerate(outcomes):
+            outcome.broken = [line for line in outcome.broken if line not in broken]
+            broken.update(outcome.broken)
+            self.counts.add(outcome.skipped, len(outcome.broken), len(outcome.lengths), outcome.broken)
+            shard.add(key, outcome, self._duplicates)
+        shard.blocks += 1
+        if shard.blocks == SHARD_BLOCKS:
+            self._finish(file, shard, last=False)
+
+    def end_file(self, file: int, record: Record | None) -> None:
+        """Finish the last shard of an input file. record: the checksum record of the file."""
+        self._finish(file, self._shard_of(file), last=True, record=record)
+
+    def abandon(self) -> None:
+        """Remove the temporary files of the unfinished shard."""
+        if self._shard is not None:
+            self._shard.abandon()
+
+    def _shard_of(self, file: int) -> Shard:
+        if self._shard is None:
+            self._shard = Shard(self._folder, file, self._numbers[file], self._settings, self._dtype)
+        return self._shard
+
+    def _finish(self, file: int, shard: Shard, *, last: bool, record: Record | None = None) -> None:
+        shard.finish(last, record)
+        self._numbers[file] += 1
+        self._shard = None
 
 
 def _other_input(problem: str) -> str:
@@ -228,14 +259,31 @@ def _other_input(problem: str) -> str:
     )
 
 
-def _result(outcomes: Future[list[Encoded]], block: Block) -> list[Encoded]:
-    try:
-        return outcomes.result()
-    except BrokenProcessPool as error:
-        raise ChildProcessError(
-            f"a worker process was killed near {block.file.path}, block from {block.first:,} on: too little memory"
-            " (use fewer --workers), or a damaged file that crashes its reader. Finished parts are kept."
-        ) from error
+@dataclass(frozen=True)
+class _EncodedBlock:
+    """Hold a block, without its lines, and the future of its outcomes. file: number of its input file."""
+
+    file: int
+    block: Block
+    future: Future[list[Encoded]]
+
+    def outcomes(self) -> list[Encoded]:
+        """Wait for the outcomes, one per text key. Raises ChildProcessError if a worker was killed."""
+        try:
+            return self.future.result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                f"a worker process was killed near {self.block.file.path}, block from {self.block.first:,} on: too little memory"
+                " (use fewer --workers), or a damaged file that crashes its reader. Finished parts are kept."
+            ) from error
+
+
+@dataclass(frozen=True)
+class _EndOfFile:
+    """Mark the end of an input file. record: its checksum record; None for a data set."""
+
+    file: int
+    record: Record | None
 
 
 @dataclass
@@ -278,7 +326,10 @@ class _Speed:
     documents: int = 0
     text_bytes: int = 0
 
-    def show(self) -> None:
+    def show(self, outcomes: Sequence[Encoded]) -> None:
+        """Count the documents of a block and show the speed so far."""
+        self.documents += sum(len(outcome.lengths) for outcome in outcomes)
+        self.text_bytes += sum(sum(outcome.sizes) for outcome in outcomes)
         seconds = max(self.bar.format_dict["elapsed"], 1e-9)
         self.bar.set_postfix_str(
             f"{self.documents / seconds:,.0f} documents/s, {self.text_bytes / seconds / 1e6:.1f} MB of text/s",
@@ -292,28 +343,25 @@ def _pool(settings: PreprocessingSettings, workers: int) -> ProcessPoolExecutor:
 
 def _encoded_blocks(
     files: Sequence[SourceFile],
-    done: Sequence[tuple[int, bool]],
+    blocks: Sequence[int],
+    complete: Sequence[bool],
     pool: ProcessPoolExecutor,
     workers: int,
-    inputs: dict[int, Record],
-) -> Iterator[tuple[int, Block | None, Future[list[Encoded]] | None]]:
-    """Yield (file number, block, future of its result) in reading order, with block None at the end of each file.
+) -> Iterator[_EncodedBlock | _EndOfFile]:
+    """Yield the blocks and the ends of the files in reading order. The workers encode up to 4 blocks each ahead.
 
-    done: per file the number of finished blocks, and whether the file is complete. inputs: receives the record of each file
-    that was read to its end. At most 4 blocks per worker are read ahead, so memory is bounded.
+    blocks, complete: per file the number of finished blocks, and whether all of the file is finished.
     """
-    waiting: deque[tuple[int, Block | None, Future[list[Encoded]] | None]] = deque()
-    for number, (file, (skip, whole)) in enumerate(zip(files, done, strict=True)):
+    waiting: deque[_EncodedBlock | _EndOfFile] = deque()
+    for number, (file, skip, whole) in enumerate(zip(files, blocks, complete, strict=True)):
         if whole:
             continue
         checksum = Checksum(max_blocks=16)
         for block in itertools.islice(read_blocks([file], checksum), skip, None):
-            waiting.append((number, replace(block, lines=()), pool.submit(_encode_block, block)))
+            waiting.append(_EncodedBlock(number, replace(block, lines=()), pool.submit(_encode_block, block)))
             if len(waiting) >= 4 * workers:
                 yield waiting.popleft()
-        if not file.format.endswith("dataset"):
-            inputs[number] = checksum.record()
-        waiting.append((number, None, None))
+        waiting.append(_EndOfFile(number, None if file.format.endswith("dataset") else checksum.record()))
     yield from waiting
 
 
