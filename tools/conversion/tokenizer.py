@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer
+from tools.conversion.sentencepiece_tokenizer import convert_sentencepiece
 
 # Test texts of `check_same_ids`: scripts, repeated characters, control characters, characters of one to four bytes.
 HARD_TEXTS = (
@@ -41,7 +42,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool, max_le
     import tokenizers
     from tokenizers import processors
 
-    makers = {"bytes": _bytes, "sentencepiece": _sentencepiece, "hf": _json, "gpt2": _json, "wordpiece": _json}
+    makers = {"bytes": _bytes, "sentencepiece": convert_sentencepiece, "hf": _json, "gpt2": _json, "wordpiece": _json}
     model = makers[tokenizer.type](tokenizer)
     if causal:
         # A template would add tokens that are not in the training text.
@@ -152,102 +153,3 @@ def _json(tokenizer: Tokenizer) -> Any:
     if end not in {t.content for t in model.get_added_tokens_decoder().values() if t.special}:
         model.add_special_tokens([tokenizers.AddedToken(end, special=True, normalized=False)])
     return model
-
-
-def _sentencepiece(tokenizer: Tokenizer) -> Any:
-    """Convert the pieces to BPE merges or Unigram scores (Kudo and Richardson 2018, arXiv 1808.06226).
-
-    Spaces inside pieces stay spaces, not U+2581, so that U+2581 in a text becomes its bytes, as in the trainer. A model that
-    adds a space before each text does not distinguish the two characters, here and in the trainer.
-    """
-    import sentencepiece.sentencepiece_model_pb2 as pb2
-    import tokenizers
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
-
-    proto = pb2.ModelProto.FromString(Path(tokenizer.path or "").read_bytes())
-    spec, rules = proto.trainer_spec, proto.normalizer_spec
-    kinds = pb2.ModelProto.SentencePiece
-    plain = not rules.add_dummy_prefix
-    space = " " if plain else "\u2581"
-    pieces = [piece.piece.replace("\u2581", space) for piece in proto.pieces]
-    if plain and len(set(pieces)) != len(pieces):
-        raise ValueError(f"{tokenizer.path} holds pieces with both spaces and U+2581: it cannot be written as JSON")
-    unknowns = None
-    has_bytes = any(piece.type == kinds.BYTE for piece in proto.pieces)
-    unknown = next(p.piece for p in proto.pieces if p.type == kinds.UNKNOWN)
-    if spec.model_type == spec.BPE:
-        merges = _merges(
-            pieces, [piece.score for piece in proto.pieces], [p.type == kinds.NORMAL for p in proto.pieces]
-        )
-        vocab = {piece: index for index, piece in enumerate(pieces)}
-        core = models.BPE(vocab=vocab, merges=merges, byte_fallback=has_bytes, unk_token=unknown, fuse_unk=True)
-    elif spec.model_type == spec.UNIGRAM:
-        normal = [entry.type == kinds.NORMAL for entry in proto.pieces]
-        # SentencePiece never matches the other pieces (<unk>, <0x41>, the end of a document). Here a score below that of
-        # their single characters excludes them.
-        excluded = max(map(len, pieces)) * min(entry.score for entry in proto.pieces) - 1
-        scores = [
-            (piece, entry.score if is_normal else excluded)
-            for piece, entry, is_normal in zip(pieces, proto.pieces, normal, strict=True)
-        ]
-        core = models.Unigram(scores, unk_id=pieces.index(unknown), byte_fallback=has_bytes)
-        # The text is split at each run of characters that no normal piece has; the run is one unknown piece or its bytes.
-        known = {c for piece, is_normal in zip(pieces, normal, strict=True) if is_normal for c in piece}
-        unknowns = Regex(f"[^{_ranges(known)}]+")
-    else:
-        raise ValueError(f"{tokenizer.path}: only BPE and Unigram models of SentencePiece can be written as JSON")
-    model = tokenizers.Tokenizer(core)
-    if unknowns is not None:
-        model.pre_tokenizer = pre_tokenizers.Split(unknowns, "isolated")
-    whole = [p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type == kinds.USER_DEFINED]
-    if whole and (rules.remove_extra_whitespaces or not plain):
-        raise ValueError(
-            f"{tokenizer.path} has user-defined symbols ({whole[0]}) and adds or removes spaces at the ends of a text. A "
-            "tokenizer.json would do so at the ends of each part between symbols: this tokenizer cannot be exported"
-        )
-    steps: list[Any] = []
-    if rules.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
-    if rules.remove_extra_whitespaces:
-        # At the end U+2581 counts as a space too.
-        ends = Regex("\\A +|[ \u2581]+\\z")
-        steps += [normalizers.Replace(ends, ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if plain and not has_bytes:  # the trainer does not distinguish the two characters either
-        steps.append(normalizers.Replace("\u2581", " "))
-    if not plain:
-        if spec.treat_whitespace_as_suffix:
-            raise ValueError(f"{tokenizer.path} puts a space after every text: it cannot be written as JSON")
-        steps += [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    if steps:
-        model.normalizer = normalizers.Sequence(steps)
-    decoding: list[Any] = [] if plain else [decoders.Replace("\u2581", " ")]
-    decoding += [decoders.ByteFallback(), decoders.Fuse()]
-    if not plain:
-        decoding.append(decoders.Strip(content=" ", left=1))
-    model.decoder = decoders.Sequence(decoding)
-    controls = [
-        p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type in (kinds.CONTROL, kinds.UNKNOWN)
-    ]
-    model.add_special_tokens([tokenizers.AddedToken(piece, special=True, normalized=False) for piece in controls])
-    model.add_tokens([tokenizers.AddedToken(piece, special=False, normalized=False) for piece in whole])
-    return model
-
-
-def _ranges(characters: set[str]) -> str:
-    """Return a regular expression class of these characters, within the limit of about 10,000 ranges."""
-    codes = set(map(ord, characters))
-    first, last = (sorted(c for c in codes if c + step not in codes) for step in (-1, 1))
-    return "".join(f"\\x{{{a:X}}}-\\x{{{b:X}}}" for a, b in zip(first, last, strict=True))
-
-
-def _merges(pieces: Sequence[str], scores: Sequence[float], normal: Sequence[bool]) -> list[tuple[str, str]]:
-    """Return all merges of two pieces to a known piece, best piece first, as SentencePiece merges them."""
-    known = {piece for piece, is_normal in zip(pieces, normal, strict=True) if is_normal}
-    order = sorted((i for i, is_normal in enumerate(normal) if is_normal), key=lambda i: (-scores[i], i))
-    merges = []
-    for index in order:
-        piece = pieces[index]
-        for cut in range(1, len(piece)):
-            if piece[:cut] in known and piece[cut:] in known:
-                merges.append((piece[:cut], piece[cut:]))
-    return merges
