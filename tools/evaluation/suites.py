@@ -97,6 +97,36 @@ def read_suite(name: str) -> Suite:
     path = Path(name) if name.endswith(_SUFFIXES) else FOLDER / f"{name}.yml"
     if not path.is_file():
         raise UnknownNameError(f"the suite {name} does not exist; give the path of a .yml file")
+    content = _read_keys(path)
+    columns = _columns(path, content.get("columns", ()))
+    paper = content.get("paper", {})
+    rows = paper.get("rows") or []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "model" in row for row in rows):
+        raise ValueError(f"{path}: paper.rows = {rows!r}: a list of {{model, tokens, LABEL: value}} is expected")
+    labels = [column.label for column in columns]
+    for key in [*content.get("average", ()), *(key for row in rows for key in row)]:
+        if key not in (*labels, "model", "tokens"):
+            raise ValueError(f"{path}: {key!r} is no column label; {nearest_names(str(key), labels)}")
+    for label, value in ((label, row[label]) for row in rows for label in row.keys() & set(labels)):
+        if not isinstance(value, int | float):
+            raise ValueError(f"{path}: paper.rows: {label} = {value!r}: a number is expected")
+    return Suite(
+        name=path.stem,
+        title=content.get("title", path.stem),
+        columns=columns,
+        average=tuple(content.get("average", ())),
+        notes=tuple(" ".join(note.split()) for note in content.get("notes", ())),
+        rows=tuple(rows),
+        source=paper.get("source", ""),
+        fields={task: tuple(names) for task, names in content.get("fields", {}).items()},
+        documents=content.get("documents", {}),
+        local=tuple(content.get("local", ())),
+        folders=tuple(content.get("folders", ())),
+    )
+
+
+def _read_keys(path: Path) -> dict[str, Any]:
+    """Return the keys of a suite's file that have a value. Raises ValueError for an unknown key or a wrong type."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -114,8 +144,13 @@ def read_suite(name: str) -> Suite:
             TypeAdapter(kind | None).validate_python(value, strict=True)
         except ValidationError:
             raise ValueError(f"{path}: {key} = {value!r}: {words} is expected") from None
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def _columns(path: Path, entries: Sequence[Any]) -> tuple[Column, ...]:
+    """Return the columns of {task, metric, label}. Raises ValueError for another entry, no column, or a repeated label."""
     columns = []
-    for number, entry in enumerate(content.get("columns") or []):
+    for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or "task" not in entry or entry.keys() - {"task", "metric", "label"}:
             raise ValueError(
                 f"{path}: columns[{number}] = {entry!r}: {{task, metric, label}} is expected, task at least"
@@ -123,33 +158,9 @@ def read_suite(name: str) -> Suite:
         if wrong := [f"{key} = {value!r}" for key, value in entry.items() if not isinstance(value, str)]:
             raise ValueError(f"{path}: columns[{number}]: {wrong[0]}: text is expected")
         columns.append(Column(entry["task"], entry.get("metric", "acc"), entry.get("label", entry["task"])))
-    labels = [column.label for column in columns]
-    if not columns or len(set(labels)) < len(labels):
+    if not columns or len({column.label for column in columns}) < len(columns):
         raise ValueError(f"{path}: columns must name at least one task, each under a unique label")
-    paper = content.get("paper") or {}
-    rows = paper.get("rows") or []
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "model" in row for row in rows):
-        raise ValueError(f"{path}: paper.rows = {rows!r}: a list of {{model, tokens, LABEL: value}} is expected")
-    allowed = {*labels, "model", "tokens"}
-    for key in [*(content.get("average") or ()), *(key for row in rows for key in row)]:
-        if key not in allowed:
-            raise ValueError(f"{path}: {key!r} is no column label; {nearest_names(str(key), labels)}")
-    for label, value in ((label, row[label]) for row in rows for label in row.keys() & set(labels)):
-        if not isinstance(value, int | float):
-            raise ValueError(f"{path}: paper.rows: {label} = {value!r}: a number is expected")
-    return Suite(
-        name=path.stem,
-        title=content.get("title", path.stem),
-        columns=tuple(columns),
-        average=tuple(content.get("average") or ()),
-        notes=tuple(" ".join(note.split()) for note in content.get("notes") or ()),
-        rows=tuple(rows),
-        source=paper.get("source", ""),
-        fields={task: tuple(names) for task, names in (content.get("fields") or {}).items()},
-        documents=content.get("documents") or {},
-        local=tuple(content.get("local") or ()),
-        folders=tuple(content.get("folders") or ()),
-    )
+    return tuple(columns)
 
 
 def task_suite(tasks: Sequence[str]) -> Suite:

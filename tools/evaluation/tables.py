@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -236,40 +236,40 @@ def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, 
         if shots_words([results for _, results in models], columns) != "zero-shot":
             notes.append("The published rows are zero-shot, the others are not.")
     for name, results in models:
-        section = results["metalion"]
-        if section["score"] != "log-likelihood":
-            notes.append(f"{name} is a masked model: choices are ranked by {section['score']}.")
-        if section.get("limit") is not None:
-            (words,) = limits([results])
-            notes.append(f"{name}: {words} (--limit): no score of the whole sets.")
-        partial = [
-            (task, whole) for task in results["n-samples"] if task in tasks and (whole := whole_size(results, task))
-        ]
-        if partial:
-            counts = _listed([f"{t} {results['n-samples'][t]['effective']:,} of {whole:,}" for t, whole in partial])
-            notes.append(f"{name}: † not the whole set: {counts} documents.")
-        cut = {task: n for task, n in section["truncated"].items() if task in tasks or not task}
-        if cut:
-            counts = ", ".join(f"{task or 'all tasks'} {n:,}" for task, n in cut.items())
-            limit = f"{section['max_length']:,} tokens"
-            notes.append(
-                f"{name}: prompts lost their beginning, as in the harness, where prompt and answer together were longer than "
-                f"{limit}: {counts}."
-            )
-        for key, words in _SPLITS.items():
-            if by_task := {task: n for task, n in section.get(key, {}).items() if task in tasks}:
-                shown = ", ".join(f"{t} {n:,} of {section['requests'].get(t, n):,}" for t, n in by_task.items())
-                notes.append(f"{name}: {words}: {shown}.")
-        if other := [task for task in section["other_split"] if task in tasks]:
-            splits = ", ".join(f"{task} ({section['split'][task]})" for task in other)
-            notes.append(f"{name}: on another split than the harness's own: {splits}.")
-        small = [
-            t for t, samples in results["n-samples"].items() if t in tasks and samples["effective"] < FEW_DOCUMENTS
-        ]
-        if small:
-            notes.append(
-                f"{name}: fewer than {FEW_DOCUMENTS} documents, no more than a check that the task runs: {_listed(small)}."
-            )
+        notes += _notes_of_model(name, results, tasks)
+    return notes
+
+
+def _notes_of_model(name: str, results: Results, tasks: Collection[str]) -> list[str]:
+    """Return sentences on how a model's scores of these tasks were measured, where that is not the usual way."""
+    section, notes = results["metalion"], []
+    if section["score"] != "log-likelihood":
+        notes.append(f"{name} is a masked model: choices are ranked by {section['score']}.")
+    if section.get("limit") is not None:
+        (words,) = limits([results])
+        notes.append(f"{name}: {words} (--limit): no score of the whole sets.")
+    samples = {task: counts["effective"] for task, counts in results["n-samples"].items() if task in tasks}
+    if partial := [(task, whole) for task in samples if (whole := whole_size(results, task))]:
+        counts = _listed([f"{task} {samples[task]:,} of {whole:,}" for task, whole in partial])
+        notes.append(f"{name}: † not the whole set: {counts} documents.")
+    if truncated := {task: n for task, n in section["truncated"].items() if task in tasks or not task}:
+        counts = ", ".join(f"{task or 'all tasks'} {n:,}" for task, n in truncated.items())
+        limit = f"{section['max_length']:,} tokens"
+        notes.append(
+            f"{name}: prompts lost their beginning, as in the harness, where prompt and answer together were longer than "
+            f"{limit}: {counts}."
+        )
+    for key, words in _SPLITS.items():
+        if by_task := {task: n for task, n in section.get(key, {}).items() if task in tasks}:
+            shown = ", ".join(f"{t} {n:,} of {section['requests'].get(t, n):,}" for t, n in by_task.items())
+            notes.append(f"{name}: {words}: {shown}.")
+    if other := [task for task in section["other_split"] if task in tasks]:
+        splits = ", ".join(f"{task} ({section['split'][task]})" for task in other)
+        notes.append(f"{name}: on another split than the harness's own: {splits}.")
+    if small := [task for task, count in samples.items() if count < FEW_DOCUMENTS]:
+        notes.append(
+            f"{name}: fewer than {FEW_DOCUMENTS} documents, no more than a check that the task runs: {_listed(small)}."
+        )
     return notes
 
 
