@@ -139,6 +139,11 @@ class _Arguments:
         projected = isinstance(logits, ProjectedDecayLogits) and logits.bias is not None
         return projected and self.normalized and self.cu_seqlens is None
 
+    @property
+    def per_channel(self) -> bool:
+        """Return whether there is one decay per channel and token."""
+        return self.log_decay is not None and self.log_decay.ndim == 4 and self.log_decay.shape[-1] > 1
+
     def with_features(self) -> _Arguments:
         """Return the arguments with the feature map applied to q and k."""
         if self.phi is None:
@@ -175,9 +180,7 @@ def _normalizers_as_values(x: _Arguments, compute: Callable[[_Arguments], Tensor
 def _local(x: _Arguments) -> Tensor:
     """Compute `bidirectional_linear_attention` of these tokens alone, also if they are a local shard."""
     _check(x)
-    form = _select_form(
-        x.form, x.q, x.v, x.log_decay, x.mask_convention, x.per_value_channel, x.lion_s, x.cu_seqlens is not None
-    )
+    form = _select_form(x)
     if form in ("triton_tile", "triton_chunk"):
         return _on_kernels(x, form.removeprefix("triton_"))
     x = x.with_features()
@@ -203,37 +206,27 @@ def _local(x: _Arguments) -> Tensor:
     return x.to_output_dtype(o.transpose(1, 2))
 
 
-def _select_form(
-    form: str,
-    q: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    mask_convention: str,
-    per_value_channel: bool = False,
-    lion_s: bool = False,
-    packed: bool = False,
-) -> str:
-    """Return the form that runs. This is the only place that decides. lion_s: `_Arguments.lion_s`."""
-    if not q.numel():
+def _select_form(x: _Arguments) -> str:
+    """Return the form that runs. This is the only place that decides."""
+    if not x.q.numel():
         return "chunked"
-    if form != "auto":
-        return form
-    largest = max(q.shape[-1], v.shape[-1])
-    if per_value_channel and mask_convention == "eq17" and not packed and v.dtype in SIXTEEN_BITS and available(v):
+    if x.form != "auto":
+        return x.form
+    if x.mask_convention != "eq17":
+        return "chunked"
+    dim_k, dim_v, dtype = x.q.shape[-1], x.v.shape[-1], x.v.dtype
+    if x.per_value_channel and x.cu_seqlens is None and dtype in SIXTEEN_BITS and available(x.v):
         largest_k, largest_v = LARGEST_PER_VALUE_CHANNEL
-        if q.shape[-1] <= largest_k and v.shape[-1] <= largest_v:
+        if dim_k <= largest_k and dim_v <= largest_v:
             return "triton_value_channel"
-    if (per_value_channel or _per_channel(log_decay)) and mask_convention == "eq17":
+    if x.per_value_channel or x.per_channel:
         return "scans"
-    if not available(v) or mask_convention != "eq17" or largest > LARGEST_HEAD:
+    largest = max(dim_k, dim_v)
+    if not available(x.v) or largest > LARGEST_HEAD:
         return "chunked"
-    limits = _LION_S_TILE_LENGTHS if lion_s else _TILE_LENGTHS
+    limits = _LION_S_TILE_LENGTHS if x.lion_s else _TILE_LENGTHS
     longest = next((tokens for channels, tokens in limits.items() if largest <= channels), 0)
-    return "triton_tile" if q.shape[1] <= longest and v.dtype != torch.float32 else "triton_chunk"
-
-
-def _per_channel(log_decay: Tensor | None) -> bool:
-    return log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
+    return "triton_tile" if x.q.shape[1] <= longest and dtype != torch.float32 else "triton_chunk"
 
 
 def _on_value_channel_kernels(x: _Arguments) -> Tensor:

@@ -353,15 +353,19 @@ def test_the_form_is_selected_once_by_device_length_and_head_size(monkeypatch: p
 
     def selected(length: int, dim: int, dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> str:
         q = torch.empty(1, length, 2, dim, dtype=dtype, device="meta")
-        return module._select_form(form, q, q, log_decay, convention)
+        arguments = module._Arguments(
+            q, q, q, log_decay, logits, None, True, None, None, convention, form, per_value_channel=False
+        )
+        return module._select_form(arguments)
 
-    log_decay, convention = None, "eq17"
+    log_decay, logits, convention = None, None, "eq17"
     assert selected(64, 64) == "chunked", "there is no kernel for this device"
     monkeypatch.setattr(module, "available", lambda x: x.dtype != torch.float64)
     for dim, longest in ((64, 192), (65, 256), (128, 256)):
         assert [selected(length, dim) for length in (longest, longest + 1)] == ["triton_tile", "triton_chunk"]
-    q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="meta")
-    assert module._select_form("auto", q, q, None, "eq17", lion_s=True) == "triton_tile"
+    logits = module.ProjectedDecayLogits(torch.empty(1, 256, 8), torch.empty(2, 8), torch.empty(2))
+    assert selected(256, 64) == "triton_tile", "LION-s"
+    logits = None
     assert selected(20, 129) == selected(20, 64, torch.float32) == "triton_chunk"
     assert selected(20, 257) == selected(20, 64, torch.float64) == selected(0, 64, form="recurrent") == "chunked"
     assert selected(20, 64, form="parallel") == "parallel"
