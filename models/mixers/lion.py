@@ -223,22 +223,8 @@ class Lion(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         x = rest[0] if projected else x
         logits = self._decay_logits(x)
-        # A gated key is rounded after the gate. Without a gate `bidirectional_linear_attention` applies phi.
-        gated = self.input_gate is not None or (self.options.variant == "grfa" and not self._per_value_channel)
-        phi = None if self.options.phi == "none" else self.options.phi
-        if phi is not None and (self.options.causal or gated):
-            q, k, phi = feature_map(q, phi, v.dtype), feature_map(k, phi, None if gated else v.dtype), None
-        elif phi is None:
-            k = to_accumulation_dtype(k) * self.head_dim**-0.5
-        if self.input_gate is not None:
-            k = k * torch.sigmoid(to_accumulation_dtype(self.input_gate(x))).unsqueeze(-1)
-        if self.options.variant == "grfa" and isinstance(logits, Tensor):
-            share = torch.sigmoid(-logits if self._per_channel else -logits.unsqueeze(-1))
-            if self._per_value_channel:
-                v = (v * share).to(v.dtype)
-            else:
-                k = k * share
-        k = k.to(v.dtype)
+        q, k, phi = self._features(q, k, v.dtype)
+        k, v = self._gate(x, k, v, logits)
         if self.options.causal:
             logits = logits.logits() if isinstance(logits, ProjectedDecayLogits) else logits
             o, new_state = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"), return_state)
@@ -248,6 +234,31 @@ class Lion(nn.Module):
         if self.output_norm is not None:
             y = self.output_norm(y)
         return (y, new_state) if return_state else y
+
+    def _features(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, str | None]:
+        """Return phi(q), phi(k) and None; or q, k and the phi that `bidirectional_linear_attention` applies."""
+        options = self.options
+        if options.phi == "none":
+            return q, to_accumulation_dtype(k) * self.head_dim**-0.5, None
+        gated_key = options.variant == "lstm" or (options.variant == "grfa" and not self._per_value_channel)
+        if not (options.causal or gated_key):
+            return q, k, options.phi
+        # A gated key is rounded after the gate.
+        return feature_map(q, options.phi, dtype), feature_map(k, options.phi, None if gated_key else dtype), None
+
+    def _gate(
+        self, x: Tensor, k: Tensor, v: Tensor, logits: Tensor | ProjectedDecayLogits | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values in v's dtype after the input gate of lstm or the factor 1 - lambda of grfa."""
+        if self.input_gate is not None:
+            k = k * torch.sigmoid(to_accumulation_dtype(self.input_gate(x))).unsqueeze(-1)
+        if self.options.variant == "grfa" and isinstance(logits, Tensor):
+            share = torch.sigmoid(-logits if self._per_channel else -logits.unsqueeze(-1))
+            if self._per_value_channel:
+                v = (v * share).to(v.dtype)
+            else:
+                k = k * share
+        return k.to(v.dtype), v
 
     def _decay_logits(self, x: Tensor) -> Tensor | ProjectedDecayLogits | None:
         """Return the logits of lambda, [batch, length, heads] in float32 (float64 for float64), or their projection.
