@@ -14,7 +14,7 @@ from .rand_augment import Pixels
 from .reading import LabelledImages
 
 _BLOCK = 256  # samples whose random numbers come from one generator
-_KEPT_BYTES = 2**30  # of decoded images, per process
+_CACHE_BYTES = 2**30  # of decoded images, per process
 
 
 class ImageDataset:
@@ -43,9 +43,9 @@ class ImageDataset:
         self._num_samples, self._smoothing = len(images) if num_samples is None else num_samples, label_smoothing
         self._soft_targets = self._training and (soft_targets or label_smoothing > 0)
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
-        fits = len(images) * 3 * augmentation.size**2 <= _KEPT_BYTES
-        self._keeps = fits and not (self._training and augmentation.reads_at_random)
-        self._kept: dict[int, Pixels] = {}
+        fits = len(images) * 3 * augmentation.size**2 <= _CACHE_BYTES
+        self._caches = fits and not (self._training and augmentation.reads_at_random)
+        self._cached: dict[int, Pixels] = {}
 
     def __len__(self) -> int:
         return self._num_samples
@@ -75,13 +75,13 @@ class ImageDataset:
         return samples
 
     def _read(self, row: int, draws: Draws | None) -> Pixels:
-        pixels = self._kept.get(row)
+        pixels = self._cached.get(row)
         if pixels is None:
             image = self.images.image(row)
             read = self.augmentation
             pixels = read.read_validation(image) if draws is None else read.read_training(image, draws)
-            if self._keeps:
-                self._kept[row] = pixels
+            if self._caches:
+                self._cached[row] = pixels
         return pixels
 
     def _row(self, number: int) -> int:

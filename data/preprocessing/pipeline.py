@@ -112,7 +112,7 @@ def finished(
     parts = _parts_folder(output_prefix, made_from, tokenizer)
     shutil.rmtree(_done(parts), ignore_errors=True)  # a job was stopped during their removal
     remove_leftovers(parts.parent)  # or while it wrote a data card
-    again = begun = parts.exists()  # a job was stopped before or during the join
+    again = interrupted = parts.exists()  # a job was stopped before or during the join
     manifests = {}
     for name in settings.names():
         prefix = f"{output_prefix}_{name}_document"
@@ -125,7 +125,7 @@ def finished(
             and same_tokenizer(manifest.get("tokenizer", {}), tokenizer)
         ):
             manifests[name] = manifest
-        elif manifest is not None or not begun:
+        elif manifest is not None or not interrupted:
             raise ValueError(
                 f"{bin_path(prefix)} exists, but was made from other input, with other settings or by an earlier version; "
                 "name another --output-prefix, or replace it with --overwrite"

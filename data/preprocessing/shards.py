@@ -197,8 +197,8 @@ def join_shards(
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count) or "no documents"
         shutil.rmtree(parts)
         raise ValueError(f"the input holds no text: {shown_files(files)} ({why}). Check the text key (--jsonl-keys)")
-    kept = {name for report in every for sources in report["sources"] for name in sources}
-    _check_excluded(settings.filters.exclude_sources, skipped, every, kept, parts)
+    sources = {name for report in every for of_output in report["sources"] for name in of_output}
+    _check_excluded(settings.filters.exclude_sources, skipped, every, sources, parts)
     manifests = {}
     for index, name in enumerate(settings.names()):
         by_file = [sum(report["documents"][index] for report in of_file) for of_file in reports]
@@ -243,16 +243,16 @@ def join_shards(
 
 
 def _check_excluded(
-    names: Sequence[str], skipped: Counter[str], reports: Sequence[dict[str, Any]], kept: set[str], parts: Path
+    names: Sequence[str], skipped: Counter[str], reports: Sequence[dict[str, Any]], sources: set[str], parts: Path
 ) -> None:
     """Remove the shards and raise ValueError for an excluded source that no document has.
 
-    kept: sources of the documents that are kept. parts: folder of the shards, which are of no use to a corrected command.
+    sources: of the documents in the outputs. parts: folder of the shards, which are of no use to a corrected command.
     """
     missing = [name for name in names if not skipped[excluded(name)]]
     if missing:
         documents = sum(sum(report["documents"]) for report in reports) + skipped.total()
-        known = sorted(kept | (set(names) - set(missing)))
+        known = sorted(sources | (set(names) - set(missing)))
         shutil.rmtree(parts)
         raise ValueError(
             f"--exclude-sources {', '.join(map(repr, missing))}: 0 of {documents:,} documents have this source; allowed are"

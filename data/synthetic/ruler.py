@@ -326,10 +326,10 @@ def _distinct(drawn: random.Random, kind: str, count: int) -> list[str]:
     """Return distinct strings of a kind in random order."""
     if kind == "word":
         return word_pairs(drawn, count)
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[_KINDS[kind](drawn)] = None
-    return list(found)
+    strings: dict[str, None] = {}
+    while len(strings) < count:
+        strings[_KINDS[kind](drawn)] = None
+    return list(strings)
 
 
 _KINDS: Mapping[str, Callable[[random.Random], str]] = {

@@ -178,8 +178,8 @@ def remove_later_steps(file: Path, step: int, kinds: Sequence[str] = ()) -> None
     """
     if not file.is_file():
         return
-    kept = [line for line in _parse(file) if line["step"] <= step - (line.get("kind") in kinds)]
-    write_text(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+    lines = [line for line in _parse(file) if line["step"] <= step - (line.get("kind") in kinds)]
+    write_text(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def _parse(file: Path) -> list[dict[str, Any]]:

@@ -93,10 +93,10 @@ def run(
     names = [case.name for case in known]
     wanted: set[str] = set() if only else set(names)
     for text in only:
-        found = [text] if text in names else [name for name in names if text in name]
-        if not found:
+        matches = [text] if text in names else [name for name in names if text in name]
+        if not matches:
             raise ValueError(f"--only {text} is in no name; the layouts are: {'; '.join(names)}")
-        wanted.update(found)
+        wanted.update(matches)
     chosen = [case for case in known if case.name in wanted]
     results: dict[str, dict[str, Any]] = {}
     for count in sorted({case.gpus for case in chosen}):

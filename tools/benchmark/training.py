@@ -169,11 +169,11 @@ def _measure_model(
             ):
                 empty = line.get("row", {}).get("to first step s", empty)
         while remaining:
-            begun = remaining[0]
+            current = remaining[0]
             status: int | None = None
             for line in _launch({**task, "first_only": False}, remaining, caches, log, end, bar, method):
                 if "begun" in line:
-                    begun = line["begun"]["length"], line["begun"]["batch"]
+                    current = line["begun"]["length"], line["begun"]["batch"]
                 if "row" in line:
                     row = {"method": method, **line["row"], "empty cache s": empty}
                     remaining.remove((row["length"], row["batch"]))
@@ -183,11 +183,11 @@ def _measure_model(
                 status = line.get("ended")
             ended_by = signal_name(status or 0)
             if ended_by:
-                bar.write(f"{method} {begun[0]}x{begun[1]}: {describe_status(status or 0)}", file=sys.stderr)
-            if remaining and (time.monotonic() >= end or begun in remaining):
+                bar.write(f"{method} {current[0]}x{current[1]}: {describe_status(status or 0)}", file=sys.stderr)
+            if remaining and (time.monotonic() >= end or current in remaining):
                 # After the time limit no other shape is tried. A shape that ended the process is not tried again.
                 over = time.monotonic() >= end
-                for length, batch in list(remaining) if over else [begun]:
+                for length, batch in list(remaining) if over else [current]:
                     remaining.remove((length, batch))
                     failed = f"ended by {ended_by}" if ended_by else "failed"
                     error = f"over {plan.limit:.0f} s" if over else f"{failed}, see {Path(log.name).name}"

@@ -205,12 +205,12 @@ def training_rows(name: str, data: Path | None, hold_out: float | None) -> tuple
     if hold_out is None:
         return rows, {split: read_split(name, split, data) for split in others}
     random.Random(0).shuffle(rows)
-    held = max(1, round(hold_out * len(rows)))
-    if held == len(rows):
+    count = max(1, round(hold_out * len(rows)))
+    if count == len(rows):
         raise ValueError(
-            f"--hold-out {hold_out}: no training row remains of the {held} rows of {name}; give a smaller share"
+            f"--hold-out {hold_out}: no training row remains of the {count} rows of {name}; give a smaller share"
         )
-    return rows[held:], {first: rows[:held]}
+    return rows[count:], {first: rows[:count]}
 
 
 def majority_scores(name: str, data: Path | None, hold_out: float | None) -> dict[str, float]:

@@ -91,8 +91,8 @@ def read_results(path: Path, *, tables: bool = False) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist: python eval.py MODEL --suite ... writes it")
     # The folder of a run holds another results.json, with the scores of all evaluations.
-    found = sorted(file.parent.glob(f"evaluation/*/{RESULTS_FILE}"))
-    example = found[-1] if found else f"RUN/evaluation/STEP/{RESULTS_FILE}"
+    files = sorted(file.parent.glob(f"evaluation/*/{RESULTS_FILE}"))
+    example = files[-1] if files else f"RUN/evaluation/STEP/{RESULTS_FILE}"
     remedy = f"give the file of python eval.py MODEL --suite, such as {example}"
     content = read_json(file, remedy, "metalion", "results", *(_TABLES if tables else ()))
     section, needed = content["metalion"], ("title", "documents", *(_TABLES_METALION if tables else ()))

@@ -47,8 +47,10 @@ def check_rows(name: str, path: Path, fields: Sequence[str]) -> None:
             for part in field.split("."):
                 value = value.get(part) if isinstance(value, dict) else None
             if value is None:
-                held = ", ".join(row) or "nothing"
-                raise ValueError(f"{name}: {path}, row {number} lacks the field {field!r}; it holds {held}: {advice}")
+                present = ", ".join(row) or "nothing"
+                raise ValueError(
+                    f"{name}: {path}, row {number} lacks the field {field!r}; it holds {present}: {advice}"
+                )
         if fields and (problem := row_problem(name, row)):
             raise ValueError(f"{name}: {path}, row {number} {problem}: {advice}")
     if not number:

@@ -149,11 +149,11 @@ def _init_as_pytorch(network: Classifier, seed: int) -> None:
     Layers of LION whose initial weights `init_std` and `value_init` define are not changed.
     """
     generator = torch.Generator().manual_seed(seed)
-    kept = {layer for block in network.blocks for layer in _layers_with_own_weights(block.mixer)}
+    initialized = {layer for block in network.blocks for layer in _layers_with_own_weights(block.mixer)}
     if not network.images:
         nn.init.normal_(network.embedding.weight, generator=generator)
     for module in network.modules():
-        if isinstance(module, nn.Linear) and module not in kept:
+        if isinstance(module, nn.Linear) and module not in initialized:
             nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
 
 

@@ -122,7 +122,7 @@ def chunk_output_backward_kernel(
     # In a layer, dv already contains the gradient from the augmentation. The zero, unknown to the compiler, keeps it from holding
     # the earlier addresses in registers.
     zero = tl.load(triangle + 1).to(tl.int32)
-    d_value = _begun(dv, t, cv, end, LAYER, C, BV, STRIDE_V, V, EVEN)
+    d_value = _initial_tile(dv, t, cv, end, LAYER, C, BV, STRIDE_V, V, EVEN)
     d_value = tl.dot(reach, d_state, d_value, input_precision=PRECISION)
     d_value = tl.dot(a, grad, d_value, input_precision=PRECISION)
     store_strided(dv, d_value, t + zero, cv, end, STRIDE_V, V, EVEN)
@@ -168,7 +168,7 @@ def chunk_output_backward_kernel(
 
 
 @triton.jit
-def _begun(
+def _initial_tile(
     dv, t, d, end, LAYER: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STRIDE: tl.constexpr, V: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip

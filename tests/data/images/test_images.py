@@ -124,10 +124,10 @@ def test_each_image_is_decoded_once_unless_its_crop_is_resized(images, monkeypat
 
 
 def test_decoded_images_are_not_kept_above_the_limit_of_memory(images, monkeypatch):
-    monkeypatch.setattr("data.images.dataset._KEPT_BYTES", 5 * 3 * 8 * 8 - 1)
+    monkeypatch.setattr("data.images.dataset._CACHE_BYTES", 5 * 3 * 8 * 8 - 1)
     dataset = ImageDataset(images, ALL, num_samples=15)
     dataset.batch(range(5))
-    assert not dataset._kept
+    assert not dataset._cached
 
 
 def test_last_incomplete_validation_batch_repeats_an_image_without_weight(images):

@@ -98,12 +98,12 @@ def make(foreign: Foreign, name: str, tensors: Mapping[str, Tensor], shape: tupl
     parts = [tensors[part].float() for part in entry.names]
     given = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in zip(entry.names, parts, strict=True))
     try:
-        made = entry.make(*parts)
+        tensor = entry.make(*parts)
     except RuntimeError as error:
         raise ValueError(f"{given} does not make {name} {list(shape)}: {error}") from error
-    if tuple(made.shape) != shape:
+    if tuple(tensor.shape) != shape:
         raise ValueError(
-            f"{given} makes {name} {list(made.shape)}, and config.json needs {list(shape)}: correct the "
+            f"{given} makes {name} {list(tensor.shape)}, and config.json needs {list(shape)}: correct the "
             "sizes in config.json, or take the weights that belong to it"
         )
-    return made.contiguous()
+    return tensor.contiguous()
