@@ -318,6 +318,12 @@ class Allocations(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
+def idle_bytes_in_graph_pools() -> int:
+    """Return the bytes that CUDA graphs hold for intermediate results, which PyTorch does not count as allocated."""
+    segments = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
+    return sum(part["total_size"] - part["allocated_size"] for part in segments)
+
+
 def layer_cost(
     layer: torch.nn.Module,
     call: Callable[..., Tensor],

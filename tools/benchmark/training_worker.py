@@ -88,7 +88,10 @@ def _measure(
         if number == 0:
             loss, first_step = value, None if launched is None else time.time() - launched
         _send({"step": number + 1})
-    in_graphs = _unallocated_in_graph_pools() if cuda else 0
+    # Imported after the first step, whose time counts the imports of the model under test only.
+    from megatron_lite.planning.memory import idle_bytes_in_graph_pools
+
+    in_graphs = idle_bytes_in_graph_pools() if cuda else 0
     return {
         "parameters": training.parameters,
         "keeps": training.keeps,
@@ -101,12 +104,6 @@ def _measure(
         "held GiB": (torch.cuda.memory_allocated() + in_graphs) / 2**30 if cuda else None,
         "first loss": loss,
     }
-
-
-def _unallocated_in_graph_pools() -> int:
-    """Return the bytes that CUDA graphs hold for their intermediate results, which PyTorch does not count as allocated."""
-    segments = [x for x in torch.cuda.memory_snapshot() if tuple(x["segment_pool_id"]) != (0, 0)]
-    return sum(x["total_size"] - x["allocated_size"] for x in segments)
 
 
 def _machine(device: torch.device, task: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from megatron_lite.config.loader import ConfigError
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
-from megatron_lite.planning.memory import GIB, Allocations
+from megatron_lite.planning.memory import GIB, Allocations, idle_bytes_in_graph_pools
 from megatron_lite.plural import counted
 from models.config import ModelConfig
 from models.language_model import example_batch
@@ -80,7 +80,7 @@ def allocation(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
             _step(engine, config, grid)
         torch.cuda.reset_peak_memory_stats(grid.device)
         _step(engine, config, grid)
-        peak = float(torch.cuda.max_memory_allocated(grid.device)) + _idle_in_graphs()
+        peak = float(torch.cuda.max_memory_allocated(grid.device)) + idle_bytes_in_graph_pools()
         engine.close()
         return peak
     with Allocations("cpu") as count:
@@ -92,12 +92,6 @@ def allocation(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
         peak = float(count.peak)
     engine.close()
     return peak
-
-
-def _idle_in_graphs() -> int:
-    """Return the bytes that CUDA graphs hold and no tensor uses now."""
-    segments = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
-    return sum(part["total_size"] - part["allocated_size"] for part in segments)
 
 
 def _step(engine: Engine, config: Config[ModelConfig], grid: Grid) -> None:

@@ -307,16 +307,3 @@ def test_killed_worker_names_signal_and_next_step(tmp_path: Path, monkeypatch: p
     reason = "killed by SIGKILL: most likely the machine had no free host memory"
     assert bar.lines[0].startswith(f"metalion 16x2: {reason}")
     assert f"\n{reason}" in (tmp_path / "train.log").read_text(encoding="utf-8")
-
-
-def test_memory_of_cuda_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count what a graph's pool holds beyond its allocated part, which PyTorch reports itself."""
-    from tools.benchmark import training_worker
-
-    segments = [
-        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 60},
-        {"segment_pool_id": (0, 3), "total_size": 50, "allocated_size": 10},
-        {"segment_pool_id": (0, 3), "total_size": 7, "allocated_size": 7},
-    ]
-    monkeypatch.setattr(training_worker.torch.cuda, "memory_snapshot", lambda: segments)
-    assert training_worker._unallocated_in_graph_pools() == 40

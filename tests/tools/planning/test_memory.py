@@ -18,7 +18,15 @@ from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine import parallelize
 from megatron_lite.parallel.grid import init_grid
 from megatron_lite.parallel.layout import Layout
-from megatron_lite.planning.memory import GIB, Allocations, LayerCost, Setting, muon_bytes, step_bytes
+from megatron_lite.planning.memory import (
+    GIB,
+    Allocations,
+    LayerCost,
+    Setting,
+    idle_bytes_in_graph_pools,
+    muon_bytes,
+    step_bytes,
+)
 from models.backend import available
 from models.config import ModelConfig
 from tools.loading.engine import build_engine
@@ -322,3 +330,14 @@ def test_memory_pool_of_cuda_graphs_is_separate_from_head_and_optimizer_step():
     # Gradients that outlive the backward pass are copied out of the pool at once.
     narrow = step_bytes([first, block, block, small], Setting("bf16", 1, 1, optimizer_state="bf16", graphs=True))
     assert narrow["gradients"] == 2 * 2020
+
+
+def test_memory_of_cuda_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count what a graph's pool holds beyond its allocated part, which PyTorch reports itself."""
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 60},
+        {"segment_pool_id": (0, 3), "total_size": 50, "allocated_size": 10},
+        {"segment_pool_id": (0, 3), "total_size": 7, "allocated_size": 7},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert idle_bytes_in_graph_pools() == 40
