@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config.checks import DERIVED_KEYS, EQUATION
+from megatron_lite.config.derived_values import DERIVED_KEYS, EQUATION
 from megatron_lite.config.describe import REQUIRED, Key, keys_of, leaves
 from megatron_lite.config.files import CONFIGS
 from megatron_lite.config.schema import Config

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from data.atomic_io import write_text
-from megatron_lite.config.checks import BATCH_KEYS
+from megatron_lite.config.derived_values import BATCH_KEYS
 from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import ConfigError, load_config
 from tools.cli.arguments import command, command_line, positive

@@ -19,7 +19,8 @@ from typing import Any, cast
 import yaml
 from pydantic import ValidationError
 
-from .checks import DERIVED_KEYS, Problem, derived_values, problems_of
+from .checks import Problem, problems_of
+from .derived_values import DERIVED_KEYS, derived_values
 from .describe import Key, keys_of, leaves
 from .files import ConfigError, KeyPath, Sources, read_sources
 from .neox_hints import neox_answer, neox_has_keys_below

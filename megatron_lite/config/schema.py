@@ -1,6 +1,6 @@
 """Define every section and key of a configuration with its type, range, default and description.
 
-Derived keys (see `derived_values` in `checks.py`) are filled in before the sections are built, so the rest of the project
+Derived keys (see `derived_values.py`) are filled in before the sections are built, so the rest of the project
 reads plain values: `config.batch.gradient_accumulation_steps` is always an `int`. The sections `data` and `optimizer` are in
 `data_schema.py` and `optimizer_schema.py`. `configs/README.md` is generated from the descriptions.
 """
