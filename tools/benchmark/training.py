@@ -94,26 +94,13 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
     with record.open("a", encoding="utf-8") as file, (output / "train.log").open("a", encoding="utf-8") as log:
         tokens = plan.shapes[0][0] * plan.shapes[0][1]
         task = {"device": plan.device, "dtype": config.precision.dtype, "hidden_size": size["hidden_size"]}
-        machine: dict[str, Any] | None = None
-        status: int | None = None
-        for line in _messages({**task, "tokens": tokens}, {}, log, time.monotonic() + _MACHINE_SECONDS):
-            machine, status = line.get("machine", machine), line.get("ended", status)
-        if machine is None:
-            reason = f"took over {_MACHINE_SECONDS} s" if status is None else describe_status(status)
-            raise ValueError(f"the process that reads this machine's properties failed ({reason}); see {log.name}")
+        machine = _read_machine({**task, "tokens": tokens}, log)
         previous = next((line["machine"] for line in earlier if "machine" in line), None)
         if previous is None:
             _write(file, {"settings": plan.settings()})
             _write(file, {"machine": machine})
-        elif other := [
-            f"{previous[key]} in the file, {machine[key]} now"
-            for key in ("name", "packages")
-            if previous[key] != machine[key]
-        ]:
-            raise ValueError(
-                f"--resume: {record} is from another machine or other packages ({'; '.join(other)}); leave --resume out"
-            )
         else:
+            _check_same_machine(record, previous, machine)
             machine = previous
         rows = [line["row"] for line in earlier if "row" in line]
         settings = {
@@ -141,6 +128,30 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
                     rows.append(row)
                     _write(file, {"row": row})
     return _report(output, plan, rows, machine)
+
+
+def _read_machine(task: dict[str, Any], log: Any) -> dict[str, Any]:
+    """Return the properties of the machine, which a worker reads. Raises ValueError if it fails."""
+    machine: dict[str, Any] | None = None
+    status: int | None = None
+    for line in _messages(task, {}, log, time.monotonic() + _MACHINE_SECONDS):
+        machine, status = line.get("machine", machine), line.get("ended", status)
+    if machine is None:
+        reason = f"took over {_MACHINE_SECONDS} s" if status is None else describe_status(status)
+        raise ValueError(f"the process that reads this machine's properties failed ({reason}); see {log.name}")
+    return machine
+
+
+def _check_same_machine(record: Path, previous: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
+    """Raise ValueError if the run to resume is from another machine or other packages. record: its file."""
+    if other := [
+        f"{previous[key]} in the file, {machine[key]} now"
+        for key in ("name", "packages")
+        if previous[key] != machine[key]
+    ]:
+        raise ValueError(
+            f"--resume: {record} is from another machine or other packages ({'; '.join(other)}); leave --resume out"
+        )
 
 
 def method_of(name: str, precision: str) -> str:
