@@ -128,14 +128,9 @@ def export(
                 write_image_description(temporary, model, config, torch_name(DTYPES[dtype]), names)
             else:
                 write_description(temporary, model, tokenizer, dtype, length)
-            write_training_folder(temporary, config, tokenizer)
-            if images:
-                _write_json(temporary / TRAINING_FOLDER / CLASSES, names)
+            write_training_folder(temporary, config, tokenizer, names)
         else:
-            special = (
-                {} if tokenizer is None else export_tokenizer(tokenizer, temporary, causal=True, max_length=length)
-            )
-            _write_json(temporary / "config.json", {**fla, **_ids(special), "dtype": torch_name(DTYPES[dtype])})
+            write_fla_description(temporary, fla, tokenizer, dtype, length)
             foreign = translate(fla)
             stored = Renamed(foreign, weights)
             with torch.device("meta"):
@@ -218,12 +213,27 @@ def write_description(
         (folder / name).write_text(text, encoding="utf-8")
 
 
+def write_fla_description(
+    folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None, dtype: str, sequence_length: int
+) -> None:
+    """Write config.json of flash-linear-attention's format, and the tokenizer if there is one. config: of `fla_config`."""
+    special = {}
+    if tokenizer is not None:
+        special = export_tokenizer(tokenizer, folder, causal=True, max_length=sequence_length)
+    _write_json(folder / "config.json", {**config, **_ids(special), "dtype": torch_name(DTYPES[dtype])})
+
+
 def _ids(special: Mapping[str, int]) -> dict[str, int]:
     return {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
 
 
-def write_training_folder(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Write the folder `training/` with the run's configuration and tokenizer, for a later import."""
+def write_training_folder(
+    folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None, names: Sequence[str]
+) -> None:
+    """Write the folder `training/` with the run's configuration, tokenizer and class names, for a later import.
+
+    names: empty for a language model.
+    """
     import yaml
 
     training = folder / TRAINING_FOLDER
@@ -233,6 +243,8 @@ def write_training_folder(folder: Path, config: Mapping[str, Any], tokenizer: To
     )
     if tokenizer is not None:
         save_tokenizer(tokenizer, training)
+    if names:
+        _write_json(training / CLASSES, names)
 
 
 def write_shards(
