@@ -64,25 +64,35 @@ def scores(reached: Sequence[str], runs: Sequence[Run], results: Sequence[Result
         pairs = [(entry.loss, entry.scores[key].value) for entry in scored if key in entry.scores]
         row = [name, "-" if baseline is None else f"{baseline:.3f}", _correlation(pairs)]
         cells.append([*row, *(_mean_score(group) if group else "-" for group in groups)])
-    note = (
-        "Score ± standard error over the examples, of fine-tuned models over the seeds. Baseline: the better of chance "
-        f"and the most frequent answer. Correlation: of score and validation loss over all runs with the score, from {FEW_RUNS} "
-        "runs on."
-    )
-    if seeds := sorted({entry.run.seed for entry in scored_here}):
-        note += f" Seeds with scores: {', '.join(map(str, seeds))}."
-    if at_baseline:
-        names = "; ".join(at_baseline)
-        note += f" Left out, since the mean of the models is within two standard errors of the baseline: {names}."
     labels = dict.fromkeys(entry.run.label for entry in complete if entry.run.size == rung)
-    if without := ", ".join(label for label in labels if label not in by_model):
-        note += f" Not measured: {without}."
+    unmeasured = [label for label in labels if label not in by_model]
+    note = _note(sorted({entry.run.seed for entry in scored_here}), at_baseline, unmeasured)
     header = ["task", "baseline", "correlation with the loss", *by_model]
     causal = all(run.causal for run in runs)
     commands = "`--recall`, and `eval.py` with a run, write" if causal else "`tools.finetune_glue` with a run writes"
     missing = f"Not measured: {commands} scores to the runs' folders."
     title = f"Zero-shot scores and recall at {rung}" if causal else f"Scores after fine-tuning at {rung}"
     return Section(title, header, cells, note if keys else missing)
+
+
+def _note(seeds: Sequence[int], at_baseline: Sequence[str], unmeasured: Sequence[str]) -> str:
+    """Return the text below the table.
+
+    seeds: of the runs with scores. at_baseline: tasks without a row. unmeasured: models without scores.
+    """
+    note = (
+        "Score ± standard error over the examples, of fine-tuned models over the seeds. Baseline: the better of chance "
+        f"and the most frequent answer. Correlation: of score and validation loss over all runs with the score, from {FEW_RUNS} "
+        "runs on."
+    )
+    if seeds:
+        note += f" Seeds with scores: {', '.join(map(str, seeds))}."
+    if at_baseline:
+        names = "; ".join(at_baseline)
+        note += f" Left out, since the mean of the models is within two standard errors of the baseline: {names}."
+    if unmeasured:
+        note += f" Not measured: {', '.join(unmeasured)}."
+    return note
 
 
 def _scores_of(run: Run) -> Scores:
