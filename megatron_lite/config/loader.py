@@ -24,6 +24,7 @@ from .derived_values import DERIVED_KEYS, derived_values
 from .describe import Key, keys_of, leaves
 from .files import ConfigError, KeyPath, Sources, read_sources
 from .neox_hints import neox_answer, neox_has_keys_below
+from .other_program import other_program
 from .schema import Config, ModelT
 
 # Keys of earlier versions without a successor, and the message if one is set.
@@ -108,7 +109,7 @@ def _load(sources: Sources, model_type: type[ModelT], world_size: int | None) ->
             report(problem)
         if not problems:
             return config
-    raise ConfigError(dict.fromkeys(problems))
+    raise ConfigError(other_program(sources, keys_of(schema)) or dict.fromkeys(problems))
 
 
 def _world_size(problems: list[str]) -> int:

@@ -70,12 +70,23 @@ CASES = {
         ("RUN --suite ruler --samples 0", "--samples: 0: a whole number, 1 or more"),
         ("table NONE", "does not exist: python eval.py MODEL --suite ... writes it"),
         ("compare TEXT TEXT", "is no JSON"),
+        (
+            "--suite mqar --config CONFIG",
+            r"the key model belongs to another program: python train.py configs/default\.yml",
+        ),
+        ("--suite mad --config configs/finetune/glue.yml", "the key max_length .*: python -m tools.finetune_glue RUN"),
+        ("--suite lra --config configs/experiments/ladder.yml", "the key name .*: python -m tools.compare configs/exp"),
+        (
+            "RUN --suite configs/experiments/lra.yml",
+            "the key suite .*: python eval.py --suite lra --config configs/exp",
+        ),
         ("--suite mqar tasks=[8xq]", "'8xq': allowed is LENGTHxPAIRS, for example"),
         ("--suite mqar models=[nosuch] --dry-run", "'nosuch' is not in .definitions.; allowed are attention, .*metala"),
     ],
     "tools.benchmark.__main__": [
         ("decode --config NONE --device cpu --output OUT", "nothing: no such file"),
         ("decode --config FILE --device cpu --output OUT", r"file:1: sections"),
+        ("decode --config configs/experiments/mqar.yml --device cpu --output OUT", "the key suite .*: python eval.py"),
         ("decode --config CLUSTER --device cpu --output OUT", r"1gpu\.yml has no section `model`"),
         (
             "decode --config WIDE --device cpu --output OUT",
@@ -104,7 +115,12 @@ CASES = {
     ],
     "tools.compare.__main__": [
         ("NONE", "nothing does not exist: give a comparison's YAML file, such as"),
-        ("CONFIG", r"name is missing in .*default\.yml: text like .* is allowed"),
+        ("CLUSTER", r"name is missing in .*1gpu\.yml: text like .* is allowed"),
+        ("CONFIG", r"the key model belongs to another program: python train.py configs/default\.yml"),
+        (
+            "configs/experiments/mad.yml",
+            "the key suite .*: python eval.py --suite mad --config configs/experiments/mad",
+        ),
         ("TEXT", r"README\.md:\d+: YAML syntax"),
         (
             "configs/experiments/compare_lm.yml --models nosuch --dry-run",
@@ -132,6 +148,7 @@ CASES = {
         ("RUN --seeds 0", "--seeds: 0: a whole number, 1 or more"),
         ("RUN --tasks nosuch", "--tasks nosuch: the recipe has mnli,"),
         ("RUN --recipe TEXT", r"README\.md:\d+: YAML syntax"),
+        ("RUN --recipe CONFIG", r"the key model belongs to another program: python train.py configs/default\.yml"),
         ("RUN lr.start=3", "lr = "),
         ("RUN lr", "override 'lr': write key.sub=value"),
     ],
@@ -189,6 +206,7 @@ CASES = {
         ("CONFIG --gpu V100", "--gpu 'V100': its bf16 peak is not known; allowed are A10, "),
         ("CONFIG --mfu 40", "--mfu: 40: a number above 0 and at most 1 is allowed"),
         ("CONFIG --node-bandwidth 0", "--node-bandwidth: 0: a number above 0"),
+        ("configs/eval/superglue.yml", "the key columns .*: python eval.py RUN --suite configs/eval/superglue.yml"),
         ("CONFIG --tensor 2", "--tensor is not an option.*; nearest: parallel.tensor"),
         ("CONFIG model.nosuch=1", "model.nosuch is an unknown key; allowed in model are"),
     ],

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from megatron_lite.config.files import ConfigError, read_sources
+from megatron_lite.config.other_program import other_program
 from megatron_lite.dtypes import torch_name
 from models.config import ModelConfig
 from tools.cli.devices import use_device
@@ -81,9 +82,8 @@ def model_of(config: Path) -> ModelConfig:
         raise ConfigError(sources.problems)
     section = sources.tree.get("model")
     if not isinstance(section, dict):
-        raise ConfigError(
-            [f"{config} has no section `model`: give a configuration file such as configs/metala_1.4b.yml"]
-        )
+        missing = f"{config} has no section `model`: give a configuration file such as configs/metala_1.4b.yml"
+        raise ConfigError(other_program(sources, ("model",)) or [missing])
     known = [item.name for item in fields(ModelConfig)]
     if unknown := [key for key in section if key not in known]:
         raise ConfigError([f"model.{key} is an unknown key; allowed are {', '.join(known)}" for key in unknown])

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_lite.config.describe import Key, keys_of
 from megatron_lite.config.files import ConfigError, Sources, read_sources
+from megatron_lite.config.other_program import other_program
 from models.options import nearest_names
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -28,7 +29,7 @@ def read_as(schema: type[Schema], path: Path, overrides: Sequence[str] = (), **d
             return schema.model_validate({**defaults, **sources.tree})
         except ValidationError as error:
             problems = [_problem(detail, schema, sources, path) for detail in error.errors(include_url=False)]
-    raise ConfigError(dict.fromkeys(problems))
+    raise ConfigError(other_program(sources, schema.model_fields) or dict.fromkeys(problems))
 
 
 def _problem(detail: Any, schema: type[BaseModel], sources: Sources, file: Path) -> str:

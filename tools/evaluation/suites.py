@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megatron_lite.config.files import ConfigError, read_sources
+from megatron_lite.config.other_program import other_program
 from models.options import nearest_names
 from tools.evaluation.request import NEEDLE, RULER
 
@@ -138,6 +140,8 @@ def _read_keys(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no suite: it holds {type(content).__name__}, not keys and values")
     for key, value in content.items():
         if key not in _KINDS:
+            if problems := other_program(read_sources([path]), _KINDS):
+                raise ConfigError(problems)
             raise ValueError(f"{path}: unknown key {key!r}; {nearest_names(str(key), _KINDS)}")
         kind, words = _KINDS[key]
         try:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.config.files import CONFIGS, ConfigError, read_sources
 from megatron_lite.config.loader import explain_config, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.guards import StopSignal
@@ -42,27 +41,6 @@ def run(
         return interrupted("the same command resumes from the newest checkpoint, or starts if there is none")
 
 
-def _other_program(files: Sequence[str | Path]) -> ValueError | None:
-    """Return an error that names the program of a file whose keys train.py does not know; None without such a file."""
-    programs = {
-        "suite": "python eval.py --suite {content} --config {file}",
-        "models": "python -m tools.compare {file}",
-        "columns": "python eval.py RUN --suite {file}",
-        "tasks": "python -m tools.finetune_glue RUN --recipe {file}",
-    }
-    for file in files:
-        content = read_sources([file]).tree
-        key = next((key for key in programs if key in content), None)
-        if key is not None:
-            path = file if Path(file).is_file() else CONFIGS / file  # names relative to configs/ are for train.py alone
-            command = programs[key].format(file=path, content=content[key])
-            return ValueError(
-                f"{file}: the key {key} belongs to another program: {command}. Runs of train.py are configs/*.yml "
-                "(configs/README.md lists them)"
-            )
-    return None
-
-
 def schema() -> type:
     """Return the class of a run's configuration."""
     from models.config import ModelConfig
@@ -91,8 +69,6 @@ def _run(files: Sequence[str | Path], overrides: Sequence[str], print_config: bo
             from tools.planning import dry_run as planning
 
             return planning.dry_run(config)
-    except ConfigError as error:
-        return refused(_other_program(files) or error)
     except (ValueError, OSError) as error:
         return refused(error)
     # A pre-timeout signal waits for the first step: the preparation may take long, and a stop there would save nothing.
