@@ -172,7 +172,7 @@ def table_command(arguments: Sequence[str]) -> int:
         "--out", type=Path, default=Path("runs/evaluation/table.md"), help="Markdown file (default %(default)s)"
     )
     options = parser.parse_args(arguments)
-    check_output(options.out.with_suffix(".md"))
+    check_output(options.out.with_suffix(".md"), suffix=".md")
     models = [(str(r["metalion"]["title"]), r) for r in (read_results(path, tables=True) for path in options.results)]
     write_tables(_suites_of([r for _, r in models]), models, options.out)
     return 0
@@ -189,7 +189,7 @@ def compare_command(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("first", type=Path, help="results.json, or its folder")
     parser.add_argument("second", type=Path, help="results.json, or its folder")
-    parser.add_argument("--out", type=Path, help="also write the rows as JSON")
+    parser.add_argument("--out", type=Path, help="also write the rows to this .json file")
     options = parser.parse_args(arguments)
     if options.out:
         check_output(options.out)

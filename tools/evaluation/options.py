@@ -177,7 +177,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=Path,
-        help="results file, with tables and chart beside it (default: results.json in the run's folder; of suites:"
+        help="results file, *.json, with tables and chart beside it (default: results.json in the run's folder; of suites:"
         " evaluation/STEP/results.json there, of a Hugging Face model in runs/evaluation/NAME)",
     )
     return parser

@@ -23,7 +23,6 @@ KINDS = {
 }
 # Returns the settings of results, {} for none.
 SettingsOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-_TABLE_SUFFIXES = (".md", ".tex", ".png")
 # Keys that tables read: of the harness, and under "metalion".
 _TABLES = ("versions", "n-shot", "n-samples", "config")
 _TABLES_METALION = ("suites", "chance", "split", "other_split", "truncated", "score", "max_length", "seconds")
@@ -43,8 +42,8 @@ _PROMPT_SETTINGS = {
 }
 
 
-def check_output(out: Path, kind: str | None = None) -> None:
-    """Raise ValueError if a results file cannot be written, has a table's suffix, or holds results of another kind.
+def check_output(out: Path, kind: str | None = None, *, suffix: str = ".json") -> None:
+    """Raise ValueError if a file cannot be written, has another suffix, or holds results of another kind.
 
     kind: of KINDS; None for a file that is no results file.
     """
@@ -56,11 +55,8 @@ def check_output(out: Path, kind: str | None = None) -> None:
         raise ValueError(f"{out} cannot be written, {folder} is no folder: {remedy}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{out} cannot be written, no permission to write in {folder}: {remedy}")
-    if kind in ("suites", "needle", "ruler") and out.suffix in _TABLE_SUFFIXES:
-        raise ValueError(
-            f"{out}: the results are JSON; tables and chart get the suffixes {', '.join(_TABLE_SUFFIXES)}: "
-            f"name {out.with_suffix('.json')} with --out"
-        )
+    if out.suffix != suffix:
+        raise ValueError(f"{out}: the name must end in {suffix}: name {out.with_suffix(suffix)} with --out")
     if kind is not None:
         earlier_results(out, kind)
     elif out.is_file() and (other := _kind(out)):

@@ -95,8 +95,9 @@ def test_unwritable_output_is_refused(
 
     assert "file is no folder: name another file with --out" in refusal(tmp_path / "file" / "r.json")
     assert "is a folder: name another file with --out, for example" in refusal(tmp_path)
-    if words != ["--by-position"]:
-        assert f"name {tmp_path / 'r.json'} with --out" in refusal(tmp_path / "r.md")
+    for name in ("r.md", "r.txt", "r"):
+        expected = f"{tmp_path / name}: the name must end in .json: name {tmp_path / 'r.json'} with --out"
+        assert expected in refusal(tmp_path / name)
     monkeypatch.setattr("os.access", lambda *_: False)  # a user who may not; root may always
     assert f"no permission to write in {tmp_path}: name another file with --out" in refusal(tmp_path / "new" / "r.json")
     assert command.main([str(trained_run), "--device", "cpu", *words]) == 2
@@ -130,6 +131,8 @@ def test_comparisons_and_tables_refuse_unwritable_output(tmp_path: Path, capsys)
     for word in ("compare", "table"):
         assert command.main([word, "nowhere.json", "nowhere.json", "--out", str(tmp_path / "file" / "x.md")]) == 2
         assert "file is no folder: name another file with --out" in capsys.readouterr().err
+    assert command.main(["compare", "nowhere.json", "nowhere.json", "--out", "x.md"]) == 2
+    assert "x.md: the name must end in .json: name x.json with --out" in capsys.readouterr().err
 
 
 def read(path: Path) -> dict:
