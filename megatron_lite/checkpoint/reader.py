@@ -81,7 +81,8 @@ def resolve(path: Path | str) -> Path:
     if newest := _newest(path):
         return named_by(newest) if newest.name == "latest" else newest
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist{near_folders(path)}: {_NEEDED}")
+        near = near_folders(path, "checkpoints/latest", "latest", MANIFEST)
+        raise CheckpointError(f"{path} does not exist{near}: {_NEEDED}")
     raise CheckpointError(f"{path} is not a checkpoint: {_NEEDED}")
 
 

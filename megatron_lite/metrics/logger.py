@@ -154,8 +154,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
+        near = near_folders(path, FILE_NAME)
         raise FileNotFoundError(
-            f"{file}: no metrics there{near_folders(path)}; name the folder of a run (it holds {FILE_NAME}) or the file"
+            f"{file}: no metrics there{near}; name the folder of a run (it holds {FILE_NAME}) or the file"
         )
     return [_with_nan(line) for line in _parse(file)]
 

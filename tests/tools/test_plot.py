@@ -241,11 +241,13 @@ def test_distinct_names_of_runs(paths: list[str], names: list[str], tmp_path: Pa
 
 
 def test_runs_without_steps_and_invalid_outputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "runs"
     for name in ("a", "b", "c", "d", "e", "present"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-    assert main([str(tmp_path / "runs" / "presnt")]) == 2
-    near = f"no metrics there (beside it: {tmp_path / 'runs' / 'present'}, "
-    assert near in capsys.readouterr().err
+        (runs / name).mkdir(parents=True)
+        (runs / name / "metrics.jsonl").touch()
+    (runs / "presnt_cache").mkdir()
+    assert main([str(runs / "presnt")]) == 2
+    assert f"no metrics there (beside it: {runs / 'present'}, {runs / 'e'}, " in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == 2
     assert "no training step is logged there yet" in capsys.readouterr().err

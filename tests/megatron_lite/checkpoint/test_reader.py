@@ -191,6 +191,15 @@ def test_folder_without_checkpoint_names_allowed_folders(tmp_path, make, message
         reader.resolve(tmp_path)
 
 
+def test_message_of_missing_path_names_only_checkpoints(tmp_path):
+    step = save(tmp_path / "runs" / "first" / "checkpoints", 3)
+    (tmp_path / "runs" / "cache").mkdir()
+    with pytest.raises(CheckpointError, match=r"frst does not exist \(beside it: \S*/runs/first\): a run folder"):
+        reader.resolve(tmp_path / "runs" / "frst")
+    with pytest.raises(CheckpointError, match=r"step_9 does not exist \(beside it: \S*/step_00000003\): a run folder"):
+        reader.resolve(step.with_name("step_9"))
+
+
 def test_paths_of_own_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "run" / "checkpoints"
