@@ -76,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     trained = options.report or all(run.complete for run in runs)
     failed = {} if trained else _train(comparison, of_file, runs, every, options)
+    if options.report and not any(run.complete for run in runs):
+        print("no run is complete yet: run the same command without --report", file=sys.stderr)
     if options.tune:
         return _report_rates(of_file, every, failed)
     if options.positions or options.recall:

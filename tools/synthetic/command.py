@@ -62,7 +62,10 @@ def synthetic_suite(words: Sequence[str]) -> str | None:
 
 
 def synthetic_command(words: Sequence[str]) -> int:
-    """Run the command line after `python eval.py`. Returns 1 if runs remain or a check fails, else 0."""
+    """Run the command line after `python eval.py`.
+
+    Returns 1 if runs remain, a check fails or --report has no result to show, else 0.
+    """
     options = _parser(synthetic_suite(words) or "mqar").parse_intermixed_args(list(words))
     from .batches import check_data, data_key
     from .experiment import load_experiment, plan, sweeps
@@ -90,13 +93,17 @@ def synthetic_command(words: Sequence[str]) -> int:
     if not options.report:
         with results.writing():
             failed = _train(experiment, grouped, results, devices, options)
-    _report(experiment, grouped, results)
+    has_results = _report(experiment, grouped, results)
+    if options.report and not has_results:
+        print(f"{results.path} has no result of this grid yet: run the same command without --report", file=sys.stderr)
+    if options.report:
+        return 0 if has_results else 1
     for text in failed:
         print(f"failed: {text}", file=sys.stderr)
     remaining = sum(len(results.pending(sweep)) for sweep in grouped)
-    if remaining and not options.report:
+    if remaining:
         print(f"{counted(remaining, 'run')} to do: run the same command again to continue", file=sys.stderr)
-    return 1 if remaining and not options.report else 0
+    return 1 if remaining else 0
 
 
 def _train(
@@ -175,7 +182,8 @@ def _check(experiment: Experiment, grouped: Sweeps, devices: list[str]) -> int:
     return 1 if failures else 0
 
 
-def _report(experiment: Experiment, grouped: Sweeps, results: Results) -> None:
+def _report(experiment: Experiment, grouped: Sweeps, results: Results) -> bool:
+    """Print and write the tables and figures. Return False if there is no result."""
     from data.atomic_io import write_text
 
     from .learning_curves import draw_curves
@@ -183,8 +191,7 @@ def _report(experiment: Experiment, grouped: Sweeps, results: Results) -> None:
 
     cells = scores(experiment, grouped, results)
     if not cells:
-        print(f"{results.path} has no result of this grid yet: train first (without --report)")
-        return
+        return False
     text = markdown(experiment, cells)
     target = results.path.with_suffix(".md")
     write_text(target, text)
@@ -194,6 +201,7 @@ def _report(experiment: Experiment, grouped: Sweeps, results: Results) -> None:
         written.append(results.path.with_name("learning_curves.png"))
         draw_curves(experiment, grouped, results, written[-1])
     print("\n".join(["", text, *map(str, written)]))
+    return True
 
 
 def _listing(grouped: Sweeps, results: Results) -> str:

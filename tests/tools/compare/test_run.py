@@ -203,6 +203,7 @@ def test_stopped_comparison_resumes(place: Path, monkeypatch, capsys) -> None:
     (place / "toy.yml").write_text(data)
     # --report trains nothing.
     assert main([*words, f"schedule.train_steps={steps}", "--report"]) == 1
+    assert "no run is complete yet: run the same command without --report" in capsys.readouterr().err
     assert read_metrics(run)[-1]["step"] == stopped
     assert main([*words, f"schedule.train_steps={steps}", "--minutes", "0.0001"]) == 1
     assert "the time limit, --minutes 0.0001" in capsys.readouterr().err

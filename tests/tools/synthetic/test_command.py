@@ -138,8 +138,8 @@ def test_invalid_arguments_are_refused_in_one_line(words: list[str], capsys: pyt
     assert (
         "there is no suite 'listops' (a .yml file of your own is also allowed); allowed are" in capsys.readouterr().err
     )
-    assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
-    assert "has no result of this grid yet" in capsys.readouterr().out
+    assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 1
+    assert "has no result of this grid yet: run the same command without --report" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
