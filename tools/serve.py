@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import transformers
     from transformers.cli.serving import server
     from transformers.cli.serving.model_manager import ModelManager
-    from transformers.cli.transformers import main as transformers_command
 
     from tools.conversion.export_source import limit_progress_bars
 
@@ -61,9 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     server.build_server = guarded
     flags = ["--trust-remote-code"] if trust else []
-    sys.argv = ["transformers", "serve", folder, "--host", options.host, *flags, *rest]
-    transformers_command()
+    transformers_serve([folder, "--host", options.host, *flags, *rest])
     return 0
+
+
+def transformers_serve(words: Sequence[str]) -> None:
+    """Run `transformers serve` with the given arguments until the server ends. Ends by SystemExit."""
+    from transformers.cli.transformers import app
+
+    # Without a name the messages would show this module's package, as in `python -m tools.transformers`.
+    app(args=["serve", *words], prog_name="transformers")
 
 
 def served_class(base: Any) -> type:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -25,7 +26,7 @@ from tools.conversion.export_source import model_class
 from tools.inference.generation import complete
 from tools.inference.request_guard import CHAT, COMPLETIONS, RefusedRequestError
 from tools.loading.model import load_model
-from tools.serve import main, served_class, token_counter
+from tools.serve import main, served_class, token_counter, transformers_serve
 
 ROOT = Path(__file__).parents[3]
 
@@ -89,6 +90,18 @@ def test_server_answers_as_the_trainer_generates(exported: Path, trained_run: Pa
     assert printed[0][1].startswith("the model has no chat template: use /v1/completions")
     assert answer["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode("def "))
     assert [model["id"] for model in models["data"]] == [str(exported)]
+
+
+def test_message_of_misspelt_option_names_the_command_that_exists(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", "tools")  # as under python -m tools.serve
+    with pytest.raises(SystemExit) as end:
+        transformers_serve(["exported", "--prot", "8000"])
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "Usage: transformers serve" in message
+    assert "tools.transformers" not in message
 
 
 def test_loading_writes_no_progress_bar_to_a_file(exported: Path, capfd: pytest.CaptureFixture[str]) -> None:
