@@ -181,6 +181,15 @@ def test_refused_configuration_is_no_crash_although_a_slower_process_is_killed(j
     assert not list((tmp_path / "project").glob("*.crashes"))
 
 
+def test_script_outside_of_slurm_says_how_to_submit_it(tmp_path):
+    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=clean_environment(), text=True, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "train.sbatch: there is no SLURM job here: submit the script with sbatch, such as sbatch "
+    )
+    assert "unbound variable" not in done.stderr
+
+
 def test_shellcheck_finds_nothing():
     checker = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
     if checker is None:
