@@ -22,7 +22,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "generate": ("tools.generate", (), "continue a text with a trained model"),
     "eval": ("eval", (), "evaluate a model: suites, perplexity, synthetic tasks"),
     "length": ("tools.length", (), "measure loss and accuracy beyond the trained length"),
-    "finetune-glue": ("tools.finetune_glue", (), "fine-tune a masked model on GLUE"),
+    "finetune-glue": ("tools.finetune_glue", (), "fine-tune a masked or causal model on GLUE"),
     "compare": ("tools.compare", (), "train and evaluate several models by one recipe"),
     "export": ("tools.convert_hf", ("export",), "export a checkpoint to a Hugging Face folder"),
     "import": ("tools.convert_hf", ("import",), "import a Hugging Face folder as a run"),

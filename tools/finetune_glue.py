@@ -1,4 +1,4 @@
-"""Fine-tune a masked model on GLUE through its Hugging Face export and transformers.Trainer."""
+"""Fine-tune a masked or causal model on GLUE through its Hugging Face export and transformers.Trainer."""
 
 from __future__ import annotations
 

@@ -380,3 +380,9 @@ def test_hold_out_is_noted(masked_run: Path, data: Path, tmp_path: Path, capsys)
     arguments += ["--seeds", "1", "--hold-out", "0.5", "--start", "pretrained", "tasks.rte.epochs=1"]
     assert finetune_glue.main(arguments) == 0
     assert "no GLUE score" in capsys.readouterr().out
+
+
+def test_help_names_the_models_that_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        finetune_glue.main(["--help"])
+    assert "Fine-tune a masked or causal model on GLUE" in capsys.readouterr().out
