@@ -229,6 +229,8 @@ def join_shards(
                 "min_characters": settings.min_characters,
                 "deduplicate": settings.deduplicate,
                 "ftfy": settings.ftfy,
+                "append_eod": settings.append_eod,
+                "source_key": settings.source_key,
                 **asdict(settings.filters),
                 "languages": ",".join(settings.filters.languages) or "all",
                 "exclude_sources": ", ".join(settings.filters.exclude_sources) or "none",

@@ -186,6 +186,7 @@ def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
     assert "Tokenizer: bytes, 257 entries" in card
     assert "| repeat | 1 |" in card
     assert "| quality | True |" in card
+    assert "| append_eod | True |\n| source_key | meta.pile_set_name |" in card
     manifest = read_manifest(tmp_path / "out_text_document")
     assert manifest is not None
     assert manifest["source_bytes"] == [size, size]
