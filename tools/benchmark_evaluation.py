@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from tools.cli.devices import device_of
     from tools.conversion.export_hf import export
-    from tools.evaluation.harness import prepare_tasks
+    from tools.evaluation.harness import data_folder, prepare_tasks
     from tools.evaluation.request import TaskRequest
     from tools.loading.model import locate_checkpoint
 
@@ -88,9 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_writable(options.output / "evaluation.json", "--output")
     if options.checkpoint is not None:  # refused before whole sets are written
         locate_checkpoint(options.checkpoint, device=device, dtype=options.dtype)
+    data_dir = data_folder(options.data_dir)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        documents = write_whole_sets(options.data_dir, data, options.scale)
+        documents = write_whole_sets(data_dir, data, options.scale)
         checkpoint = options.checkpoint or random_checkpoint(
             options.model, options.tokenizer, Path(folder) / "run", device
         )

@@ -109,7 +109,8 @@ CASES = {
     ],
     "tools.benchmark_evaluation": [
         ("--data-dir NONE", "--tokenizer is missing: the random model needs one; or give a --checkpoint"),
-        ("--data-dir NONE --checkpoint RUN", "nothing lacks .*boolq"),
+        ("--data-dir NONE --checkpoint RUN", r"--data-dir .*nothing: no such folder\. Name a folder"),
+        ("--data-dir EMPTY --checkpoint RUN", "empty lacks .*boolq"),
         ("--data-dir NONE --checkpoint RUN --output FILE/out", "--output .*: cannot be written"),
         ("--data-dir NONE --checkpoint RUN --scale 0", "--scale: 0: a number above 0"),
     ],

@@ -10,7 +10,7 @@ import contextlib
 import io
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,16 +49,27 @@ class Prepared:
         return self.task_set.tasks
 
 
+def data_folder(folder: Path, otherwise: str = "") -> Path:
+    """Return a folder of --data-dir with `~` as the home folder. Raises FileNotFoundError if it does not exist.
+
+    otherwise: ends the message, as another way to give the data.
+    """
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"--data-dir {folder}: no such folder. Name a folder with the data sets (docs/guide/evaluation.md){otherwise}"
+        )
+    return folder
+
+
 def prepare_tasks(request: TaskRequest) -> Prepared:
     """Read suites and data. Raises as `read_suite`, `load_tasks` and `check_metrics`, and ValueError without a task.
 
     Raises FileNotFoundError if the data folder does not exist.
     """
-    if request.data_dir is not None and not request.data_dir.is_dir():
-        raise FileNotFoundError(
-            f"--data-dir {request.data_dir}: no such folder. Name a folder with the data sets (docs/guide/evaluation.md), or "
-            "leave --data-dir out: the data then come from the hub"
-        )
+    if request.data_dir is not None:
+        hub = ", or leave --data-dir out: the data then come from the hub"
+        request = replace(request, data_dir=data_folder(request.data_dir, hub))
     suites = [read_suite(name) for name in request.suites]
     if request.tasks:
         suites.append(task_suite(request.tasks))

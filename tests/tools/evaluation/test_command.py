@@ -18,10 +18,11 @@ import torch
 import eval as command
 from tests.parity.launch import launch_forked
 from tools import convert_hf
+from tools.evaluation.harness import prepare_tasks
 from tools.evaluation.open_model import checkpoint_hash, locate_model, open_model
 from tools.evaluation.options import evaluation_parser
 from tools.evaluation.report import latex
-from tools.evaluation.request import EvaluationRequest
+from tools.evaluation.request import EvaluationRequest, TaskRequest
 from tools.evaluation.results_file import read_results
 from tools.evaluation.run_results import add_to_run
 from tools.evaluation.suites import read_suite, task_suite
@@ -316,6 +317,14 @@ def test_bad_input(trained_run, tmp_path, arguments, message, capsys):
     words = [word.format(tmp=tmp_path) for word in arguments]
     assert command.main([str(trained_run), "--device", "cpu", *words]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_tilde_of_the_data_folder_is_the_home_folder(eval_data, monkeypatch):
+    monkeypatch.setenv("HOME", str(eval_data.parent))
+    prepared = prepare_tasks(TaskRequest(tasks=("copa",), data_dir=Path("~", eval_data.name)))
+    assert prepared.request.data_dir == eval_data
+    with pytest.raises(FileNotFoundError, match=rf"--data-dir {eval_data.parent}/nope: no such folder"):
+        prepare_tasks(TaskRequest(tasks=("copa",), data_dir=Path("~/nope")))
 
 
 def test_a_changed_tokenizer_is_refused(trained_run, tmp_path, eval_data, capsys):
