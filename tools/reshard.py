@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--{key}", type=positive, default=1, metavar="N", help=f"{key} size of the layout to write for"
         )
     options = parser.parse_args(arguments)
+    if re.fullmatch(r"[\w.]+=[^/]*", str(options.output)):  # a setting in place of OUTPUT
+        parser.error(f"unrecognized arguments: {options.output}")
     print(reshard(options.checkpoint, options.output, options.data, options.tensor, options.pipeline))
     return 0
 

@@ -242,6 +242,7 @@ CASES = {
             "RUN OUT --tensor 3",
             "--tensor = 3 does not divide model.num_heads = 4; nearest allowed: --tensor 1 --pipeline 1",
         ),
+        ("RUN parallel.tensor=2", "unrecognized arguments: parallel.tensor=2; the nearest option is --tensor"),
         ("RUN OUT --data 0", "--data: 0: a whole number, 1 or more"),
         ("RUN OUT parallel.tensor=2", "unrecognized arguments: parallel.tensor=2; the nearest option is --tensor"),
     ],
