@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from megatron_lite.plural import counted
 from tools.cli.arguments import INTERRUPTED, check_writable, command, command_line, from_zero, positive, seed
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
@@ -44,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         longest = longest_continuation(loaded.model, ids)
         if options.max_tokens > longest:
             raise ValueError(
-                f"--max-tokens {options.max_tokens}: after a prompt of {len(ids)} tokens at most {longest} is allowed "
-                f"(model.max_positions = {located.model.max_positions})"
+                f"--max-tokens {options.max_tokens}: after a prompt of {counted(len(ids), 'token')} at most {longest} is "
+                f"allowed (model.max_positions = {located.model.max_positions})"
             )
     started = time.perf_counter()
     count = status = 0

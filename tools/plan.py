@@ -157,7 +157,7 @@ def plan(options: argparse.Namespace) -> int:
     hidden = len(rows) - len(shown)
     fitting = [row for row in rows if row.bytes <= limit]
     print(
-        f"\n{len(rows)} layouts, {len(fitting)} fit into {options.gpu_memory:g} GB"
+        f"\n{counted(len(rows), 'layout')}, {len(fitting)} fit into {options.gpu_memory:g} GB"
         + (f", {hidden} not shown" if hidden else "")
     )
     if not fitting:
@@ -235,8 +235,8 @@ def header(config: Config[ModelConfig], gpus: int, dtype: str) -> str:
     return (
         f"{'+'.join(dict.fromkeys(config.model.mixers))}, {work.parameters / 1e6:,.1f} M parameters, {dtype}, "
         f"activation checkpointing {mode}, on {counted(gpus, 'GPU')}\n"
-        f"{batch.global_batch_size} samples of {batch.sequence_length} per step in micro-batches of "
-        f"{batch.micro_batch_size}; {steps:,} steps, {tokens / 1e9:,.2f} G tokens\n"
+        f"{counted(batch.global_batch_size, 'sample')} of {batch.sequence_length} per step in micro-batches of "
+        f"{batch.micro_batch_size}; {counted(steps, 'step')}, {tokens / 1e9:,.2f} G tokens\n"
         f"{work.flops_per_token / 1e9:,.2f} GFLOP per token, {work.flops_per_token * tokens:.3g} FLOP in total{decoding}"
     )
 

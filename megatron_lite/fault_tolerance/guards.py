@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from megatron_lite.fault_tolerance import stack_monitor
+from megatron_lite.plural import counted
 
 
 class StopSignal:
@@ -199,9 +200,10 @@ class SkipCounter:
             if self._writes:
                 path.write_text(json.dumps(list(self._history), indent=1) + "\n")
             first = self._history[-min(self.in_a_row, len(self._history))]  # since this start of the run
+            steps = f"{counted(self.in_a_row, 'consecutive step')} {'was' if self.in_a_row == 1 else 'were'}"
             raise TooManySkippedSteps(
-                f"{self.in_a_row} consecutive steps were skipped because loss or gradient was not finite (or a loss spike): "
-                f"steps {first['step']} to {step}, samples {first['first_sample']} to {samples[1] - 1}. The last "
-                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or roll back to an "
+                f"{steps} skipped because loss or gradient was not finite (or a loss spike): "
+                f"steps {first['step']} to {step}, samples {first['first_sample']} to {samples[1] - 1}. {path} holds the last "
+                f"{counted(len(self._history), 'step')}. Lower optimizer.lr, raise schedule.warmup_steps, or roll back to an "
                 f"earlier checkpoint (checkpoint.resume=STEP_FOLDER); run.max_skipped_steps sets the limit"
             )

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from data.atomic_io import write_text
 from data.progress import ProgressBar
 from megatron_lite.metrics.logger import FILE_NAME
+from megatron_lite.plural import counted
 from tools.cli.process_status import describe_status
 from tools.compare.spec import Run, differing_keys
 
@@ -261,7 +262,7 @@ def steps_done(run: Run) -> int:
 
 def _show(bar: ProgressBar, runs: Sequence[Run], waiting: Callable[[], int]) -> int:
     complete = sum(run.complete for run in runs)
-    bar.set_postfix_str(f"{complete} of {len(runs)} runs complete, {waiting()} waiting", refresh=False)
+    bar.set_postfix_str(f"{complete} of {counted(len(runs), 'run')} complete, {waiting()} waiting", refresh=False)
     return sum(steps_done(run) for run in runs)
 
 

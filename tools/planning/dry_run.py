@@ -58,7 +58,8 @@ def dry_run(config: Config[ModelConfig]) -> int:
         sizes[-1] -= layers[-1].weight.numel()
     mixers = Counter(model.mixer_of(index) for index in range(model.num_layers))
     kinds = ", ".join(f"{count} {name}" for name, count in mixers.items())
-    _print(f"model        {model.num_layers} layers ({kinds}), d = {model.hidden_size}, {model.num_heads} heads")
+    shape = f"d = {model.hidden_size}, {counted(model.num_heads, 'head')}"
+    _print(f"model        {counted(model.num_layers, 'layer')} ({kinds}), {shape}")
     _print(
         f"parameters   {sum(sizes):,} ({sum(sizes) / 1e6:.1f} M): embedding {sizes[0]:,}, blocks {sum(sizes[1:-1]):,}, "
         f"head {sizes[-1]:,}{' (tied)' if specs[-1].tied_to else ''}"
@@ -69,7 +70,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
         f"{batch.tokens_per_step:,} tokens per step"
     )
     tokens = batch.tokens_of(config.schedule.train_steps)
-    _print(f"run          {config.schedule.train_steps:,} steps, {_scaled(tokens)} tokens")
+    _print(f"run          {counted(config.schedule.train_steps, 'step')}, {_scaled(tokens)} tokens")
     flops = 3 * sum(layer_flops(config))
     _print(f"compute      {_scaled(flops)}FLOP per token forward and backward, {_scaled(flops * tokens)}FLOP in total")
 

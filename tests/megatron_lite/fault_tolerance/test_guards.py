@@ -229,6 +229,8 @@ def test_skipped_steps_of_an_earlier_start_count(tmp_path):
     counter = SkipCounter(3, tmp_path, in_a_row=2)
     with pytest.raises(TooManySkippedSteps, match="3 consecutive steps were skipped"):
         counter.record(step=7, skipped=True, samples=(24, 28), loss=math.nan, gradient_norm=math.inf)
+    with pytest.raises(TooManySkippedSteps, match=r"^1 consecutive step was skipped .* holds the last 1 step\. Lower"):
+        SkipCounter(1, tmp_path).record(step=1, skipped=True, samples=(0, 4), loss=math.nan, gradient_norm=math.inf)
     state = TrainState(skipped_steps=2, skipped_in_a_row=2)
     assert TrainState.from_dict(asdict(state)).skipped_in_a_row == 2
     assert TrainState.from_dict({"skipped_steps": 2}).skipped_in_a_row == 0  # of an earlier version

@@ -30,6 +30,8 @@ def test_command_lists_layouts_and_exits_with_1_if_none_fits(capsys):
     }
     assert all(stage == "1" for _, _, pipe, _, _, stage, _ in rows if pipe != "1")  # DeepSpeed supports no other
     assert f"{len(rows)} layouts, {len(rows)} fit into 141 GB" in out
+    assert plan.main([*SMALL, "batch.global_batch_size=1", "schedule.train_steps=1", "--gpus", "1"]) == 0
+    assert "\n1 sample of 256 per step in micro-batches of 1; 1 step, " in capsys.readouterr().out
     assert plan.main([*words, "batch.micro_batch_size=1", "--gpu-memory", "0.001"]) == 1
     out, error = capsys.readouterr()
     assert out.count("does not fit") == len(rows)
