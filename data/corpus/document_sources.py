@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from ..manifest import read_manifest
 UNKNOWN = "other"
 _REMEDY = "Copy it again, or write the token files again."
 MAX_SOURCES = np.iinfo(np.int16).max + 1
+_SHOWN = 30  # names in a message
 
 
 class SourceTable:
@@ -64,6 +67,16 @@ class SourceTable:
 def sources_path(prefix: str | Path) -> Path:
     """Return the path of the sources of a prefix."""
     return Path(f"{prefix}.sources.npy")
+
+
+def allowed_sources(unknown: Sequence[str], known: Collection[str]) -> str:
+    """Return "allowed are ..." with up to 30 known names; of more names their number and those most similar to unknown ones."""
+    if len(known) <= _SHOWN:
+        names = ", ".join(map(repr, sorted(known))) or "none: the records name no source (--source-key)"
+        return f"allowed are {names}"
+    nearest = dict.fromkeys(match for name in unknown[:3] for match in get_close_matches(name, known))
+    hint = f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else "; none of them is similar"
+    return f"they have {len(known):,} sources{hint}"
 
 
 def write_sources(prefix: str | Path, ids: NDArray[np.int16]) -> Record:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..atomic_io import write_text
-from ..corpus.document_sources import read_sources
+from ..corpus.document_sources import allowed_sources, read_sources
 from ..indexed import IndexedTokens
 
 
@@ -23,12 +23,12 @@ def write_data_cards(manifests: Mapping[Path, Mapping[str, Any]], licences: Mapp
 
     licences: licence per source name. Raises ValueError for a name that no document has.
     """
-    known = sorted({name for manifest in manifests.values() for name in manifest["sources"]})
-    if unknown := sorted(licences.keys() - set(known)):
+    known = {name for manifest in manifests.values() for name in manifest["sources"]}
+    if unknown := sorted(licences.keys() - known):
         documents = sum(manifest["documents"] for manifest in manifests.values())
         raise ValueError(
             f"the licences name the source {', '.join(map(repr, unknown))}, which 0 of {documents:,} documents have;"
-            f" allowed are {', '.join(map(repr, known)) or 'none: the records name no source (--source-key)'}."
+            f" {allowed_sources(unknown, known)}."
             " Correct the licences and give the same command again; it keeps the token files, which are complete"
         )
     return [_write_data_card(prefix, manifest, licences) for prefix, manifest in manifests.items()]

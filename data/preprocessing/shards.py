@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from ..atomic_io import atomic_write
 from ..checksum import DamagedDataError, Record, difference, read_sealed, record_of, write_sealed
 from ..corpus.discovery import SourceFile, shown_files
-from ..corpus.document_sources import UNKNOWN, SourceTable, read_sources_file, sources_path, write_sources
+from ..corpus.document_sources import (
+    UNKNOWN,
+    SourceTable,
+    allowed_sources,
+    read_sources_file,
+    sources_path,
+    write_sources,
+)
 from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from ..manifest import describe_tokenizer, manifest_path, write_manifest
 from ..tokenizer import Tokenizer, padded_vocab_size
@@ -254,11 +261,11 @@ def _check_excluded(
     missing = [name for name in names if not skipped[excluded(name)]]
     if missing:
         documents = sum(sum(report["documents"]) for report in reports) + skipped.total()
-        known = sorted(sources | (set(names) - set(missing)))
+        known = sources | (set(names) - set(missing))
         shutil.rmtree(parts)
         raise ValueError(
-            f"--exclude-sources {', '.join(map(repr, missing))}: 0 of {documents:,} documents have this source; allowed are"
-            f" {', '.join(map(repr, known))}"
+            f"--exclude-sources {', '.join(map(repr, missing))}: 0 of {documents:,} documents have this source;"
+            f" {allowed_sources(missing, known)}"
         )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data.corpus.discovery import source_files
+from data.corpus.document_sources import allowed_sources
 from data.corpus.ngrams import ngram_hashes
 from data.corpus.readers import Document
 from data.manifest import read_manifest
@@ -127,6 +128,15 @@ def test_excluded_sources_are_left_out_and_must_occur(tmp_path, inline, capsys):
     )
     assert decoded(tmp_path / "out_text_document") == ["t1", "t4", "t7"], "the earlier output is intact"
     assert not list(tmp_path.glob("*.parts-*"))
+
+
+def test_message_of_an_unknown_source_lists_few_of_many_names():
+    known = {f"site-{number}.org" for number in range(20_000)}
+    message = allowed_sources(["site-77.com"], known)
+    assert message.startswith("they have 20,000 sources; the nearest are 'site-77")
+    assert len(message) < 120
+    assert allowed_sources(["?"], known) == "they have 20,000 sources; none of them is similar"
+    assert allowed_sources(["d"], {"b", "a"}) == "allowed are 'a', 'b'"
 
 
 def test_documents_without_a_source_can_be_excluded(tmp_path, inline):
