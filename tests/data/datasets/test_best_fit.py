@@ -128,6 +128,17 @@ def test_long_documents_have_a_share_of_their_own(tmp_path):
     assert Shares("documents", min_tokens=(0, 60)).of([prefix, prefix]) == pytest.approx([6 / 8, 2 / 8])
 
 
+@pytest.mark.parametrize(("order", "packing"), [("neox", Packing()), ("reshuffle", Packing()), ("reshuffle", SEPARATE)])
+def test_min_tokens_is_a_part_of_the_cache_key(tmp_path, order, packing):
+    prefix = write(tmp_path / "x", [4, 30, 5, 60, 6, 200])
+    for min_tokens in (0, 30, 60):
+        settings = {"sequence_length": 9, "num_samples": 40, "seed": 0, "order": order, "packing": packing}
+        settings |= {"min_tokens": min_tokens}
+        direct = CausalDataset(prefix, **settings)
+        cached = CausalDataset(prefix, **settings, cache_directory=tmp_path / "cache")
+        assert [cached.spans_of_sample(n) for n in range(40)] == [direct.spans_of_sample(n) for n in range(40)]
+
+
 def test_impossible_packings_are_refused(tmp_path):
     prefix = write(tmp_path / "x", [5, 20])
     with pytest.raises(ValueError, match="order 'neox' with packing 'best_fit': reshuffle is allowed"):

@@ -81,6 +81,9 @@ def test_whole_words_are_chosen_together(tokenizer):
     assert (chosen[:, 3] != chosen[:, 0]).any()
     assert chosen.mean() == pytest.approx(0.3, abs=0.05)
     assert word_numbers(tokens[:6], np.ones(6, bool), word_continuations(tokenizer)).tolist() == [0, 0, 0, 1, 2, 3]
+    # A row that is cut inside a word begins with its rest, behind the end of another document.
+    numbers = word_numbers(np.array([10, SEP, 35, 36]), np.array([True, False, True, True]), masking.joined)
+    assert numbers.tolist() == [0, 1, 2, 2], "no word contains a special token"
 
 
 def test_words_of_sentencepiece_and_bytes(sentencepiece):
@@ -279,6 +282,9 @@ def test_a_tokenizer_without_a_mask_token(tmp_path, sentencepiece):
     row = dataset(prefix, load_tokenizer("bytes"), sequence_length=12)[0]
     assert bytes(restored(row)[:9]) == b"some text"
     assert row["mask"].sum() == 10
+    full = dataset(prefix, load_tokenizer("bytes"), sequence_length=10)
+    assert len(full) == 1, "no place of a row stays empty for a begin token"
+    assert restored(full[0]) == [*b"some text", 256]
 
 
 def test_settings_that_cannot_be(tmp_path, tokenizer):
