@@ -218,7 +218,7 @@ class _Torch:
         for master, gradient in zip(
             zero.fp32_groups_flat_partition, zero.fp32_groups_gradient_flat_partition, strict=True
         ):
-            master.grad = gradient.mul_(factor) if factor < 1 else gradient
+            master.grad = gradient.mul_(factor) if factor != 1 else gradient
         zero.optimizer.step()
         for weight, master in zip(_local_weights(zero), zero.fp32_groups_flat_partition, strict=True):
             weight.copy_(master)

@@ -12,7 +12,17 @@ import torch
 
 from megatron_lite.atomic_io import make_folder
 from megatron_lite.checkpoint import reader as checkpoint
-from megatron_lite.checkpoint.storage import archive_all, prune, publish, rollback_to, write_file
+from megatron_lite.checkpoint import safetensors_stream
+from megatron_lite.checkpoint.storage import (
+    archive_all,
+    prune,
+    publish,
+    rewrite,
+    rollback_to,
+    write_file,
+    write_weights,
+)
+from megatron_lite.parallel.sharding_plan import Shard
 
 
 def make_steps(directory: Path, *steps: int) -> None:
@@ -140,3 +150,14 @@ def test_order_of_flushes(tmp_path, monkeypatch):
     ]
     later_events = iter(events[3:])
     assert [event for event in needed if event in later_events] == needed
+
+
+def test_resharding_refuses_a_tensor_that_is_not_finite(tmp_path, monkeypatch):
+    weights = [("w", torch.tensor([1.0, torch.inf, 3.0]))]
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors_stream, "is_finite", lambda x: True)  # as earlier versions, which did not check
+        source = write_weights(tmp_path / "a", weights, {"w": (3,)}, specs={"w": "replicated"}, config_yaml="a: 1\n")
+    halves = [[checkpoint.TensorSlice("w", Shard(), 0, 1)], [checkpoint.TensorSlice("w", Shard(), 1, 2)]]
+    with pytest.raises(checkpoint.NotFiniteError, match=r"step_00000000 is not finite: weight of w\."):
+        rewrite(source, tmp_path / "b", halves, {"world_size": 2})
+    assert not list((tmp_path / "b").iterdir())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from data.tokenizer import load_tokenizer
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.evaluation.adapter import ProjectLM
-from tools.evaluation.document_metrics import chance_level, metric_value
+from tools.evaluation.document_metrics import chance_level, majority_scores, metric_value
 from tools.evaluation.harness import evaluate, prepare_tasks
 from tools.evaluation.request import TaskRequest
 
@@ -20,6 +22,27 @@ def test_chance_level_with_different_numbers_of_choices():
     assert chance_level([twice]) == pytest.approx(1 / 4)
     assert chance_level([{"metrics": ["acc"], "filtered_resps": [()]}]) is None
     assert chance_level([{"metrics": ["f1"], "filtered_resps": [()] * 2}]) is None
+
+
+def test_scores_of_the_most_frequent_answer():
+    task = SimpleNamespace(multiple_input=0)
+    three = {"metrics": ["acc", "f1"], "filtered_resps": [()] * 3}
+    scores = majority_scores("cb", task, [{**three, "target": label} for label in (1, 1, 0, 2)])
+    # Precision 1/2 and recall 1 of one class; the F1 of the two others is 0.
+    assert scores == pytest.approx({"acc": 1 / 2, "acc_norm": 1 / 2, "f1": (2 / 3) / 3})
+
+    def of_multirc(*labels: tuple[int, int]) -> dict[str, float]:
+        """Return the scores for pairs of (question, label)."""
+        two = {"metrics": ["acc"], "filtered_resps": [()] * 2}
+        docs = [{"idx": {"paragraph": 0, "question": question}} for question, _ in labels]
+        samples = [{**two, "doc": doc, "target": label} for doc, (_, label) in zip(docs, labels, strict=True)]
+        return majority_scores("multirc", task, samples)
+
+    # A question counts if all of its answers have the label, in any order.
+    yes = of_multirc((0, 1), (0, 1), (1, 0), (1, 1))
+    assert yes == pytest.approx({"exact_match": 1 / 2, "answer_acc": 3 / 4, "f1a": 6 / 7})
+    no = of_multirc((0, 0), (0, 0), (1, 1), (1, 0))
+    assert no == pytest.approx({"exact_match": 1 / 2, "answer_acc": 3 / 4, "f1a": 0.0})
 
 
 def test_random_model_scores_at_chance(shared):
