@@ -11,10 +11,11 @@ import yaml
 
 from megatron_lite.checkpoint import reader
 from megatron_lite.checkpoint.checksums import CheckpointError, check_files, inside
-from megatron_lite.checkpoint.storage import write_weights
+from megatron_lite.checkpoint.storage import new_manifest, publish, write_file, write_weights
 from megatron_lite.checkpoint.verify import newest_whole, verify
 from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.config.files import read_sources
+from megatron_lite.parallel.sharding_plan import Shard
 
 SECTIONS = "run: {}\nmodel: {}\ndata: {}\nbatch: {}\n"
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
@@ -207,6 +208,29 @@ def test_paths_of_own_checkpoints(tmp_path, monkeypatch):
         assert reader.is_own_checkpoint(resume, own), resume
     for resume in ("auto", "never", "other", "run/checkpoints.1", "run/checkpoints.1/step_00000004", "."):
         assert not reader.is_own_checkpoint(resume, own), resume
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pieces_in_any_order_make_every_kind_of_tensor(tmp_path, dim):
+    """Two tensor ranks with two data ranks each, whose ranks are not in the order of their elements."""
+    names = ("weight", "exp_avg", "exp_avg_sq")
+    tensors = {kind: torch.arange(16.0).reshape(4, 4) + 100 * number for number, kind in enumerate(names)}
+    manifest = new_manifest(1, {"world_size": 4, "data": 2, "tensor": 2, "dtype": "fp32"}, {"w": (4, 4)}, {"w": "row"})
+    folder = tmp_path / ".writing"
+    folder.mkdir()
+    for rank, (start, index) in enumerate([(4, 1), (4, 0), (0, 1), (0, 0)]):
+        piece = reader.TensorSlice("w", Shard(dim, index, 2), start, 4)
+        manifest["tensors"]["w"]["pieces"].append(piece.entry(rank))
+        for stem, kinds in (("weights", names[:1]), ("optimizer", names[1:])):
+            flat = {f"{kind}/w": piece.shard.cut(tensors[kind]).flatten()[start : start + 4].clone() for kind in kinds}
+            manifest["files"] |= write_file(folder / f"{stem}-{rank:05d}.safetensors", flat)
+    publish(folder, tmp_path / "step_00000001", manifest, SECTIONS)
+    stored = reader.Reader(tmp_path / "step_00000001", reader.read_manifest(tmp_path / "step_00000001"))
+    for shard in (Shard(), Shard(0, 1, 2), Shard(1, 0, 2)):
+        for kind, whole in tensors.items():
+            wanted = shard.cut(whole).flatten()
+            assert stored.read(kind, "w", shard, 0, wanted.numel()).equal(wanted), (shard, kind)
+            assert stored.read(kind, "w", shard, 3, 4).equal(wanted[3:7]), (shard, kind)
 
 
 @pytest.mark.parametrize(("form", "version"), [("other", 1), (reader.FORMAT, 3)])

@@ -13,6 +13,7 @@ import yaml
 
 from models.config import ModelConfig
 from models.language_model import LanguageModel
+from tools.evaluation import scoring
 from tools.evaluation.prefix_tree import build_forest
 from tools.evaluation.scoring import Scorer
 
@@ -98,6 +99,16 @@ def test_every_mixer_scores_as_without_sharing(name):
             assert got[0] == pytest.approx(wanted[0], abs=1e-8), (name, settings, number)
             assert got[1] == wanted[1]
         assert scorer.read < 0.5 * sum(map(len, inputs))
+
+
+def test_logits_in_parts_give_the_same_scores(monkeypatch):
+    model = model_of("metala_tiny").double()
+    inputs, targets = requests_with_shared_parts()
+    whole, _ = score(model, inputs, targets)
+    monkeypatch.setattr(scoring, "_LOGITS_CPU", 3 * VOCABULARY)  # logits of three tokens at a time
+    parts, _ = score(model, inputs, targets)
+    for got, wanted in zip(parts, whole, strict=True):
+        assert got == (pytest.approx(wanted[0], abs=1e-8), wanted[1])
 
 
 def test_greedy_flag_equals_greedy_decoding():
