@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tools.compare.scaling_fit import fit_losses, fit_with_common_exponents
+from tools.compare.scaling_fit import ScalingFit, fit_losses, fit_with_common_exponents
 
 RUNGS = [(5e6, r) for r in (10, 20, 40)] + [(1e7, r) for r in (10, 20, 40)] + [(2e7, 10), (2e7, 20)]
 N = np.array([size for size, _ in RUNGS])
@@ -49,6 +49,13 @@ def test_intervals_hold_new_runs_at_about_the_stated_rate() -> None:
         _, low, high = fit_losses(N, D, noisy, samples=40).predict(4e7, 4e8)
         held += low <= loss(4e7, 4e8) * np.exp(0.001 * draw.standard_normal()) <= high
     assert 17 <= held <= 20
+
+
+def test_interval_of_a_run_holds_the_noise_of_its_own_loss() -> None:
+    values = np.array([np.log(1.0), np.log(0.5), np.log(0.25), 0.3, 0.3])
+    exact = ScalingFit((1e7, 1e8), values, np.tile(values, (100, 1)), residuals=np.array([-0.1, 0.1]))
+    assert exact.predict(1e7, 1e8) == pytest.approx((1.75, 1.75 * np.exp(-0.1), 1.75 * np.exp(0.1)))
+    assert exact.interval(1) == pytest.approx((0.5, 0.5, 0.5)), "the noise is not an error of the fit"
 
 
 def test_one_diverged_seed_hardly_moves_the_fit() -> None:
@@ -107,6 +114,7 @@ def test_common_exponents_of_exact_points_are_recovered() -> None:
         ),
         (slice(0, 6), "MetaLA: 6 different points, 2 sizes, 4 token counts"),
         ([], "MetaLA: 0 different points, 0 sizes, 0 token counts"),
+        ([0, 1, 3, 6, 7], "MetaLA: 5 different points, 3 sizes, 4 token counts"),
         ([0, 0, 0, 0, 3, 6], "MetaLA: 3 different points, 3 sizes, 3 token counts"),
     ],
 )
