@@ -138,6 +138,8 @@ def test_preallocated_cache_is_updated_in_place(options, padded):
     mask[:, :padded] = False
     prompt = F.pad(x[:, :5], (0, 0, padded, 0))
     _, state = layer(prompt, mask=mask if padded else None, return_state=True)
+    if layer.window is None:
+        assert [layer.preallocate(state, tokens)["key"].shape[1] for tokens in (57, 100)] == [64, 128]
     state = layer.preallocate(state, 4)
     place, outputs = state["key"].data_ptr(), []
     for t in range(5, 9):
