@@ -55,6 +55,18 @@ def test_equations_of_the_paper(case: tuple[str, dict[str, Any]], layer: int) ->
     assert_close(mixer.float()(x.float())[0], expected, 1e-5)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_normalizer_of_lstm_is_an_absolute_value(causal: bool) -> None:
+    """Inputs are large enough for normalizers beyond 1, and without a feature map they have both signs."""
+    options = {"variant": "lstm", "phi": "none", "causal": causal}
+    mixer = build(("lion", options), torch.float64)
+    x = 4 * tokens(20, dtype=torch.float64)
+    expected = EQUATIONS["lion"](
+        {k: v.detach() for k, v in mixer.named_parameters()}, x[0], HEADS, 1, LAYERS, **options
+    )
+    assert_close(mixer(x)[0], expected, 1e-9)
+
+
 @every_case
 @pytest.mark.parametrize(
     ("batch", "bounds", "words"),

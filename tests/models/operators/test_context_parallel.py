@@ -18,7 +18,7 @@ from models.language_model import LanguageModel
 from models.layers.embedding import LearnedPositions
 from models.layers.short_convolution import CausalConvolution
 from models.mixers import MIXERS
-from models.operators.context_parallel import context_parallel, context_parallel_group
+from models.operators.context_parallel import context_parallel, context_parallel_group, shard_maps
 from models.operators.delta_rule import chunked
 from models.operators.delta_rule.delta_rule import delta_rule
 from models.operators.gla.gated_linear_attention import gated_linear_attention
@@ -183,6 +183,26 @@ def test_final_states(operator: str, bounds: list[int] | None, scalar: bool) -> 
     for segment, (start, end) in enumerate(pairwise(bounds or [0, 32])):
         if start < end:
             assert_close(results[(end - 1) // 8][1][segment], final[segment], 1e-12)
+
+
+def test_gradient_of_outgoing_states_equals_autograd() -> None:
+    """Compare with a loop over the shards; kernels use this function in place of autograd."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(4, *shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    transitions, ends, weights = draw(1, 2, 3, 3), draw(1, 2, 3, 5).requires_grad_(), draw(1, 2, 3, 5)
+    state, loss = torch.zeros_like(weights[0]), torch.zeros((), dtype=torch.float64)
+    for transition, end, weight in zip(transitions, ends, weights, strict=True):
+        loss = loss + (weight * state).sum()
+        state = transition @ state + end
+    (expected,) = torch.autograd.grad(loss, ends)
+
+    def work(index: int) -> Tensor:
+        maps, _ = shard_maps(8, None, None)
+        assert maps is not None
+        _, following = maps.incoming_state(transitions[index], ends[index].detach())
+        return maps.outgoing_gradient(following, weights[index])
+
+    assert_close(torch.stack(over_ranks(4, work)), expected, 1e-12)
 
 
 def test_delta_rule_computes_the_wy_form_once_per_shard(monkeypatch: pytest.MonkeyPatch) -> None:
