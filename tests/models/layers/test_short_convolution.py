@@ -107,6 +107,19 @@ def test_pieces_equal_the_whole():
     torch.testing.assert_close(history, x[:, -3:])
 
 
+def test_history_is_directly_before_the_first_real_token():
+    layer = CausalConvolution(3, 4, silu=True).double()
+    x, history = torch.randn(3, 7, 3, dtype=torch.float64), torch.randn(3, 3, 3, dtype=torch.float64)
+    spans = [(2, 7), (0, 2), (3, 5)]  # padding on the left, on the right, and on both sides
+    place = torch.arange(7)
+    mask = torch.stack([(place >= start) & (place < end) for start, end in spans])
+    y, after = layer(x, mask=mask, history=history, return_history=True)
+    for row, (start, end) in enumerate(spans):
+        alone, last = layer(x[row : row + 1, start:end], history=history[row : row + 1], return_history=True)
+        torch.testing.assert_close(y[row, start:end], alone[0])
+        torch.testing.assert_close(after[row], last[0])
+
+
 def test_packed_gradients_equal_runs_apart():
     layer = CausalConvolution(3, 4, silu=True).double()
     x = torch.randn(1, 12, 3, dtype=torch.float64, requires_grad=True)
