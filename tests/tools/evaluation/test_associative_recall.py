@@ -30,20 +30,31 @@ def test_rows_repeat_their_pairs_in_another_order() -> None:
         recall_rows(IDS, 60, 1)
 
 
-@pytest.mark.parametrize(("knows", "expected"), [(True, 1.0), (False, 1 / 8)])
-def test_recall_is_one_for_a_model_that_copies_and_chance_for_one_that_does_not(knows: bool, expected: float) -> None:
-    """Use a model that predicts the token after the last occurrence of its input, or always the first value."""
+def recall_of(knows: Tensor) -> tuple[float, float]:
+    """Return the recall of a model that predicts the token after the last occurrence of its input, or the first value.
+
+    knows: [64] bool, whether it copies in a row.
+    """
 
     def hidden_states(tokens: Tensor) -> tuple[Tensor, list[Any]]:
         same = (tokens[:, :, None] == tokens[:, None, :]).float().tril(-1)
         following = torch.nn.functional.one_hot(tokens.roll(-1, 1), 200).float()
-        return same @ following if knows else following[:, :1].expand(-1, tokens.shape[1], -1), []
+        return torch.where(knows[:, None, None], same @ following, following[:, :1]), []
 
     model: Any = SimpleNamespace(hidden_states=hidden_states, head=lambda x: x)
     loaded: Any = SimpleNamespace(model=model, device=torch.device("cpu"))
-    score, error = associative_recall(loaded, IDS, pairs=8, examples=64)
-    assert score == pytest.approx(expected)
-    assert error == 0
+    return associative_recall(loaded, IDS, pairs=8, examples=64)
+
+
+def test_recall_is_one_for_a_model_that_copies_and_chance_for_one_that_does_not() -> None:
+    assert recall_of(torch.ones(64, dtype=torch.bool)) == (1.0, 0.0)
+    assert recall_of(torch.zeros(64, dtype=torch.bool)) == (1 / 8, 0.0)
+
+
+def test_standard_error_counts_rows_since_the_queries_of_a_row_depend_on_one_another() -> None:
+    score, error = recall_of(torch.arange(64) % 2 == 0)
+    assert score == pytest.approx((1 + 1 / 8) / 2)
+    assert error == pytest.approx(np.std([1.0, 1 / 8] * 32, ddof=1) / 8)
 
 
 def test_pairs_are_frequent_tokens_of_the_first_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
