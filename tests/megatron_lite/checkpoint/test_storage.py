@@ -157,7 +157,7 @@ def test_resharding_refuses_a_tensor_that_is_not_finite(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(safetensors_stream, "is_finite", lambda x: True)  # as earlier versions, which did not check
         source = write_weights(tmp_path / "a", weights, {"w": (3,)}, specs={"w": "replicated"}, config_yaml="a: 1\n")
-    halves = [[checkpoint.TensorSlice("w", Shard(), 0, 1)], [checkpoint.TensorSlice("w", Shard(), 1, 2)]]
+    slices = [[checkpoint.TensorSlice("w", Shard(), 0, 1)], [checkpoint.TensorSlice("w", Shard(), 1, 2)]]
     with pytest.raises(checkpoint.NotFiniteError, match=r"step_00000000 is not finite: weight of w\."):
-        rewrite(source, tmp_path / "b", halves, {"world_size": 2})
+        rewrite(source, tmp_path / "b", slices, {"world_size": 2})
     assert not list((tmp_path / "b").iterdir())
