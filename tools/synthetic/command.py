@@ -94,9 +94,9 @@ def synthetic_command(words: Sequence[str]) -> int:
         with results.writing():
             failed = _train(experiment, grouped, results, devices, options)
     has_results = _report(experiment, grouped, results)
-    if options.report and not has_results:
-        print(f"{results.path} has no result of this grid yet: run the same command without --report", file=sys.stderr)
     if options.report:
+        if not has_results:
+            print(f"{results.path} has no result of this grid yet: run the same command without --report", file=sys.stderr)
         return 0 if has_results else 1
     for text in failed:
         print(f"failed: {text}", file=sys.stderr)
