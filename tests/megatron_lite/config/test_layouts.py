@@ -146,6 +146,31 @@ def test_legal_layouts_divide_everything() -> None:
     assert {layout.context for layout in legal_layouts(4, refused)} == {1}
 
 
+def test_shards_are_as_long_as_the_past_that_a_convolution_reads() -> None:
+    """Split 12 tokens, of which a kernel of four tokens reads three of the previous shard, into four shards, but not into six."""
+    limits = Limits({}, 1, 12, conv_kernels={"conv_kernel": 4})
+    assert not list(layout_problems(Layout(context=4), limits))
+    ((key, problem),) = layout_problems(Layout(context=6), limits)
+    assert key == "context"
+    assert "shards of 2 tokens, but conv_kernel = 4 reads 3 tokens" in problem
+
+
+def test_sequence_parallelism_divides_the_shard_of_a_sequence() -> None:
+    limits = Limits({}, 1, 12)
+    assert not list(layout_problems(Layout(tensor=2, context=2, sequence_parallel=True), limits))
+    ((key, problem),) = layout_problems(Layout(tensor=8, sequence_parallel=True), limits)
+    assert key == "sequence_parallel"
+    assert problem.startswith("splits every sequence into 8 parts")
+    ((key, problem),) = layout_problems(Layout(tensor=4, context=2, sequence_parallel=True), limits)
+    assert key == "context"
+    assert problem.startswith("splits every sequence into 8 parts")
+
+
+def test_nearest_layouts_have_the_nearest_ratios_of_sizes() -> None:
+    limits = Limits({"heads": 14}, 1, 14, context_parallel_error="not supported")
+    assert [layout.tensor for layout in nearest_layouts(Layout(tensor=4), 14, limits)] == [7, 2, 14]
+
+
 def test_nearest_layouts_of_an_image_classifier_have_no_pipeline() -> None:
     with pytest.raises(
         ConfigError, match=r"num_heads = 3; nearest legal layouts: tensor 1 x pipeline 1 x context 1 \("

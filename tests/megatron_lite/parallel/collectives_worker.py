@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lite.config.files import ConfigError
-from megatron_lite.parallel.collectives import gather, on_all, on_main
+from megatron_lite.parallel.collectives import any_rank, gather, on_all, on_main
 from megatron_lite.parallel.grid import init_grid
 from tests.parity.launch import leave
 
@@ -62,6 +62,8 @@ def main(out: Path) -> None:
         results[f"on_all {name}"] = gather(
             received(lambda error=error: on_all(grid, lambda: fail(error) if grid.rank == 1 else None)), grid
         )
+
+    results["any_rank"] = gather(any_rank([grid.rank == 0, grid.rank == 1, False, True], grid), grid)
 
     def slow() -> int:
         time.sleep(2 * TIMEOUT_SECONDS)

@@ -1,4 +1,4 @@
-"""Errors and long waits of functions that one process calls for all."""
+"""Errors and long waits of functions that one process calls for all, and flags of any process."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ def test_every_rank_raises_the_error_of_one_rank(results, function, name):
         assert is_refusal == isinstance(error, OSError | ValueError)
         if rank == failed:
             assert kind == name
+
+
+def test_flag_of_one_rank_is_seen_by_all(results):
+    assert results["any_rank"] == [[True, True, False, True]] * 2
 
 
 def test_ranks_wait_for_the_preparation_of_data_longer_than_for_other_collectives(results):
