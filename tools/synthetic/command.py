@@ -96,7 +96,9 @@ def synthetic_command(words: Sequence[str]) -> int:
     has_results = _report(experiment, grouped, results)
     if options.report:
         if not has_results:
-            print(f"{results.path} has no result of this grid yet: run the same command without --report", file=sys.stderr)
+            print(
+                f"{results.path} has no result of this grid yet: run the same command without --report", file=sys.stderr
+            )
         return 0 if has_results else 1
     for text in failed:
         print(f"failed: {text}", file=sys.stderr)
