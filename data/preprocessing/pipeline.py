@@ -112,13 +112,13 @@ def finished(
     parts = _parts_folder(output_prefix, made_from, tokenizer)
     shutil.rmtree(_done(parts), ignore_errors=True)  # a job was stopped during their removal
     remove_leftovers(parts.parent)  # or while it wrote a data card
-    again = interrupted = parts.exists()  # a job was stopped before or during the join
+    unfinished = interrupted = parts.exists()  # a job was stopped before or during the join
     manifests = {}
     for name in settings.names():
         prefix = f"{output_prefix}_{name}_document"
         manifest = read_manifest(prefix)
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
-            again = again or manifest is not None
+            unfinished = unfinished or manifest is not None
         elif (
             manifest is not None
             and manifest.get("made_from") == made_from
@@ -130,7 +130,7 @@ def finished(
                 f"{bin_path(prefix)} exists, but was made from other input, with other settings or by an earlier version; "
                 "name another --output-prefix, or replace it with --overwrite"
             )
-    return None if again else manifests or None
+    return None if unfinished else manifests or None
 
 
 def _made_from(files: Sequence[SourceFile], settings: PreprocessingSettings, tokenizer: Tokenizer) -> str:
