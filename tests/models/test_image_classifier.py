@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_lite.optim.param_groups import parameter_kind
 from models.config import ModelConfig
 from models.image_classifier import (
     ClassificationHead,
@@ -108,12 +109,44 @@ def test_teacher_without_a_temperature_has_temperature_one():
 
 
 def test_head_counts_top1_top5_and_confusions():
-    logits = torch.tensor([[5.0, 4, 3, 2, 1, 0, -1], [0.0, 1, 2, 3, 4, 5, 6], [9.0, 0, 0, 0, 0, 0, 1]])
-    labels, weight = torch.tensor([0, 1, 6]), torch.tensor([1.0, 1.0, 0.0])
+    ascending = [0.0, 1, 2, 3, 4, 5, 6]
+    logits = torch.tensor([[5.0, 4, 3, 2, 1, 0, -1], ascending, ascending, [9.0, 0, 0, 0, 0, 0, 1]])
+    # Correct; sixth; fifth; correct without weight.
+    labels, weight = torch.tensor([0, 1, 2, 0]), torch.tensor([1.0, 1.0, 2.0, 0.0])
     correct, top5, confusion = torch.zeros(()), torch.zeros(()), torch.zeros(7, 7)
     add_statistics(logits, labels, weight, correct, top5, confusion)
-    assert (correct.item(), top5.item()) == (1.0, 1.0)
-    assert confusion.nonzero().tolist() == [[0, 0], [1, 6]]
+    assert (correct.item(), top5.item()) == (1.0, 3.0)
+    assert [(*place, confusion[*place].item()) for place in confusion.nonzero().tolist()] == [
+        (0, 0, 1.0),
+        (1, 6, 1.0),
+        (2, 6, 2.0),
+    ]
+
+
+def test_head_with_labels_adds_all_statistics_of_its_logits():
+    head, hidden, labels = ClassificationHead(config()), torch.randn(5, 9, 16), torch.randint(7, (5,))
+    added = {"num_correct": torch.zeros(()), "num_top5": torch.zeros(()), "confusion": torch.zeros(7, 7)}
+    expected = {name: count.clone() for name, count in added.items()}
+    head(hidden, labels=labels, **added)
+    add_statistics(head(hidden), labels, torch.ones(5), **expected)
+    assert all(torch.equal(added[name], expected[name]) for name in expected)
+    assert added["confusion"].sum() == 5
+
+
+def test_flops_and_kinds_of_embedding_and_head():
+    for pooling, tokens, per_token in (("mean", 9, 25), ("class_token", 10, 23)):
+        shape = config(pooling=pooling, positions="learned")
+        embedding, head = PatchEmbedding(shape), ClassificationHead(shape)
+        assert embedding.flops_per_token(tokens) == 2 * 3 * 4**2 * 16
+        # 2 * 7 * 16 FLOPs per image, rounded up per token.
+        assert head.flops_per_token(tokens) == per_token
+    kinds = {name: parameter_kind(embedding, name) for name, _ in embedding.named_parameters()}
+    assert kinds == {
+        "class_token": "embedding",
+        "positions": "embedding",
+        "projection.weight": "weight",
+        "projection.bias": "bias",
+    }
 
 
 def test_head_reads_the_pooled_norm():
