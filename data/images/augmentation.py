@@ -98,7 +98,7 @@ class Augmentation:
         """Return the picture of normalized pixels [3, size, size] as [size, size, 3]."""
         mean, std = self._statistics()
         values = (pixels.numpy() * std + mean).transpose(1, 2, 0)
-        return np.clip(np.rint(255 * values), 0, 255).astype(np.uint8)
+        return np.rint(255 * values).astype(np.uint8)
 
     def _normalized(self, pixels: Pixels) -> NDArray[np.float32]:
         mean, std = self._statistics()

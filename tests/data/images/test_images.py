@@ -181,7 +181,7 @@ def test_threads_read_the_same_samples(images):
 
 
 def test_validation_reads_the_normalized_centre(images):
-    sample = ImageDataset(images, Augmentation(8), num_samples=None)[1]
+    sample = ImageDataset(images, Augmentation(8), num_samples=None, label_smoothing=0.1)[1]
     pixels = torch.tensor(np.array(picture(1, 1))).permute(2, 0, 1) / 255
     expected = (pixels - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor([0.229, 0.224, 0.225])[
         :, None, None
@@ -240,6 +240,14 @@ def test_erasing_sets_one_rectangle_to_the_mean():
         assert (image[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] == 0).all()
         assert image.sum() == 3 * (256 - len(rows) * len(columns))
         assert 0.01 * 256 < len(rows) * len(columns) < 0.4 * 256
+
+
+def test_erased_rectangle_never_has_the_height_of_the_image():
+    pixels, draws = np.ones((1, 3, 16, 16), np.float32), np.full((1, 22), 0.5)
+    # 0.29 of the image: 15.6 rows in the first try, 8.6 in the second.
+    draws[:, :2], draws[:, 10] = 0.87, 0.995
+    erase(pixels, np.arange(1), draws)
+    assert (pixels[0, 0] == 0).any(1).sum() == 9
 
 
 @pytest.mark.parametrize("content", [b"no picture", None, encoded(picture(0, 0))[:60]])
