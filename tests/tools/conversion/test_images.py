@@ -100,18 +100,23 @@ def test_wrong_class_names_are_refused_before_anything_is_written(run, capsys, n
     assert not (folder / "other").exists()
 
 
-@pytest.mark.parametrize("labels", ["hard", "soft"])
-def test_teacher_of_an_export_gives_deits_targets(run, labels):
-    folder, model = run
+def student_of(folder, *settings):
+    """Return the configuration of a run whose teacher is the export."""
     overrides = [
         *MODEL,
         "optimizer.lr=1e-3",
         "schedule.train_steps=1",
         "batch.micro_batch_size=2",
         "batch.global_batch_size=2",
+        f"classification.teacher={folder / 'export'}",
     ]
-    settings = [f"classification.teacher={folder / 'export'}", f"classification.teacher_labels={labels}"]
-    config = load_config([folder / "empty.yml"], [*overrides, *settings], model_type=ModelConfig, world_size=1)
+    return load_config([folder / "empty.yml"], [*overrides, *settings], model_type=ModelConfig, world_size=1)
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+def test_teacher_of_an_export_gives_deits_targets(run, labels):
+    folder, model = run
+    config = student_of(folder, f"classification.teacher_labels={labels}")
     batch = {"tokens": torch.randn(4, 3, 8, 8), "targets": torch.eye(3)[[0, 1, 2, 0]]}
     result = Teacher(config, torch.device("cpu"), CLASSES).with_targets(batch)
     logits = model(batch["tokens"]).detach()
@@ -121,3 +126,10 @@ def test_teacher_of_an_export_gives_deits_targets(run, labels):
         torch.testing.assert_close(result["targets"], 0.5 * batch["targets"])
         torch.testing.assert_close(result["teacher"], 0.5 * 9 * (logits / 3).softmax(-1))
         assert result["temperature"].tolist() == [3.0] * 4
+
+
+def test_classes_of_a_teacher_may_have_other_names_but_no_other_order(run):
+    config = student_of(run[0])
+    Teacher(config, torch.device("cpu"), [f"{name} photo" for name in CLASSES])
+    with pytest.raises(ValueError, match="name a teacher with the same order of classes"):
+        Teacher(config, torch.device("cpu"), CLASSES[::-1])
