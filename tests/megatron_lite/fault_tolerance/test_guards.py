@@ -14,7 +14,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron_lite.config.schema import RunConfig
-from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
+from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
 from megatron_lite.trainer import TrainState
 from tests.cli.conftest import ROOT
 
@@ -207,6 +207,12 @@ def test_the_watchdog_stays_silent_while_steps_end():
     assert errors_of(code) == ""
 
 
+def test_the_watchdog_waits_longer_for_long_work():
+    dog = Watchdog(2.0, delay=5.0)
+    dog.kick(3.0)
+    assert dog._due - dog._kicked == pytest.approx(3 * 120 + 5)
+
+
 def test_signals_set_the_flag_and_handlers_come_back():
     previous = signal.getsignal(signal.SIGUSR1)
     with StopSignal() as stop:
@@ -215,6 +221,8 @@ def test_signals_set_the_flag_and_handlers_come_back():
         assert stop.received == "SIGUSR1"
         os.kill(os.getpid(), signal.SIGTERM)  # a scheduler sends it next; the save continues
     assert signal.getsignal(signal.SIGUSR1) is previous
+    with StopSignal(early=stop) as later:
+        assert later.received == stop.received == "SIGTERM"
 
 
 def test_the_second_interrupt_is_immediate():

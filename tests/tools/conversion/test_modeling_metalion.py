@@ -156,7 +156,11 @@ def test_inputs_embeds(more: dict[str, Any]) -> None:
     model = causal_model(**more)
     ids = tokens(2, 7)
     embeds = model.get_input_embeddings()(ids)
-    assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
+    logits = model(inputs_embeds=embeds).logits
+    assert torch.equal(logits, model(ids).logits)
+    language_model = LanguageModel(model.config.model_config(), seed=0).eval()
+    language_model.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits, language_model(ids))
     with pytest.raises(ValueError, match="give exactly one of them"):
         model(ids, inputs_embeds=embeds)
     continued = model.generate(inputs_embeds=embeds, max_new_tokens=4, do_sample=False)
@@ -177,6 +181,9 @@ def test_hidden_states() -> None:
     loss, logits, *_ = model(ids, labels=ids, return_dict=False)
     assert logits.shape == (2, 7, 61)
     assert loss.shape == ()
+    # Without the values that the blocks of a value residual read.
+    states = causal_model(["rwkv7"])(ids, output_hidden_states=True).hidden_states
+    assert [state.shape for state in states] == 3 * [(2, 7, 32)]
 
 
 def test_logits_to_keep() -> None:
