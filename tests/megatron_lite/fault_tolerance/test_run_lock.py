@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 
-from megatron_lite.fault_tolerance.run_lock import FILE_NAME, RunInUse, RunLock
+from megatron_lite.fault_tolerance.run_lock import FILE_NAME, RunInUse, RunLock, hold_folders
 from tests.cli.conftest import ROOT
 
 
@@ -39,6 +40,15 @@ def test_the_key_of_the_folder_is_named(tmp_path):
     ):
         second.acquire()
     first.close()
+
+
+def test_two_keys_may_name_one_folder_and_new_empty_folders_are_removed(tmp_path):
+    used, empty = tmp_path / "used", tmp_path / "empty"
+    folders = {"run.directory": used, "checkpoint.directory": tmp_path / "." / "used", "data.cache_directory": empty}
+    with ExitStack() as locks:
+        assert hold_folders(folders, locks) == [used, empty]
+        (used / "metrics.jsonl").touch()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["metrics.jsonl", "used"]
 
 
 def test_killed_holder_releases_the_lock(tmp_path):

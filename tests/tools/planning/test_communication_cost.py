@@ -45,6 +45,9 @@ def test_volumes_by_parallel_dimension():
     assert volumes(work(), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 4 * hidden)
     assert volumes(work(recompute=True), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 6 * hidden)
     assert volumes(work(), Layout(pipeline=4), 4)["pipeline"] == pytest.approx(128 * 2 * hidden)
+    for sequence_parallel, shards in ((False, 1), (True, 2)):
+        layout = Layout(tensor=2, pipeline=4, sequence_parallel=sequence_parallel)
+        assert volumes(work(), layout, 8)["pipeline"] == pytest.approx(128 * 2 * hidden / shards)
     # States do not depend on the sequence length, and attention gathers the tokens of the shards.
     attention = volumes(work(state_elements=0, token_elements=100.0), Layout(context=4), 4)["context"]
     assert attention == pytest.approx(128 * 24 * 2 * 3 * 100 * 2 * 4 * 2048 / 4)
