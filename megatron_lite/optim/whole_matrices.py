@@ -39,6 +39,11 @@ class MatrixPiece:
     offset: int
     heads: int = 1
 
+    @property
+    def cost(self) -> int:
+        """Return the multiply-adds of one Newton-Schulz step of the whole matrix, head by head."""
+        return self.heads * newton_schulz_cost(self.shape[0] // self.heads, self.shape[1])
+
 
 class WholeMatrices:
     """The plan of the exchange. Every process of the group builds it and calls `gather`, then `scatter`.
@@ -56,11 +61,7 @@ class WholeMatrices:
             dist.all_gather_object(everyone, self.pieces, group=group)
         ranks = range(len(everyone))
         self.heads = {piece.name: piece.heads for local in everyone for piece in local}
-        costs = {
-            piece.name: piece.heads * newton_schulz_cost(piece.shape[0] // piece.heads, piece.shape[1])
-            for local in everyone
-            for piece in local
-        }
+        costs = {piece.name: piece.cost for local in everyone for piece in local}
         owners = assign_owners(costs, len(everyone))
         # Of equal pieces, the first process sends its own.
         sources: dict[tuple[str, Shard, int], int] = {}

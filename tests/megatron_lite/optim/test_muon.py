@@ -211,6 +211,12 @@ def test_matrices_are_assigned_by_cost():
         assert max(loads) < 1.01 * sum(loads) / ranks
 
 
+def test_matrix_of_heads_costs_as_much_as_its_heads():
+    one, four = (MatrixPiece("q", (64, 256), Shard(), 0, 64 * 256, 0, heads) for heads in (1, 4))
+    assert one.cost == 64**2 * (2 * 256 + 64)
+    assert four.cost == 4 * 16**2 * (2 * 256 + 16)
+
+
 def test_zero_3_is_refused(build):
     with pytest.raises(ValueError, match=r"optimizer\.name = muon is not supported with parallel\.zero_stage = 3"):
         build(model_config(), optimizer=MUON, zero_stage=3)
