@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from data.synthetic import retrieval_text
 from data.synthetic.retrieval_text import MOST_DOCUMENTS, RETRIEVAL_TASKS, sentences, training_example, training_seed
 from data.synthetic.ruler import make_example
 from tools.evaluation.request import RulerRequest
@@ -45,6 +46,16 @@ def test_texts_take_turns_over_the_tasks_and_end_with_their_answers(tmp_path, ca
         task, example = training_example(number, RETRIEVAL_TASKS, (1500, 4000), 0, len)
         assert (record["meta"]["pile_set_name"], record["text"]) == (task, example.text)
         assert record["text"].endswith(f"{example.completion}.")
+
+
+def test_lengths_are_drawn_log_uniformly(monkeypatch):
+    drawn: list[int] = []
+    monkeypatch.setattr(retrieval_text, "make_example", lambda task, length, *_: drawn.append(length))
+    for number in range(2000):
+        training_example(number, RETRIEVAL_TASKS, (100, 10_000), 0, len)
+    assert 100 <= min(drawn) < max(drawn) <= 10_000
+    shares = [sum(length < limit for length in drawn) / 2000 for limit in (316, 1000, 3162)]
+    assert shares == pytest.approx([0.25, 0.5, 0.75], abs=0.04)
 
 
 def test_training_and_evaluation_draw_from_different_seeds():

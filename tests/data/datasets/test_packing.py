@@ -195,6 +195,7 @@ def test_source_names_are_kept_if_one_source_is_known(tmp_path):
     table.add("Github")
     assert table.names == ["other", "Github"]
     prefix = write(tmp_path / "x", [3, 2], ["a", "b"])
-    write_sources(prefix, np.array([0, -1], np.int16))
-    with pytest.raises(ValueError, match="numbers 2 documents from -1 to 0"):
-        read_sources(prefix, 2)
+    for wrong in (-1, 2):
+        write_sources(prefix, np.array([0, wrong], np.int16))
+        with pytest.raises(ValueError, match=f"numbers 2 documents from {min(wrong, 0)} to {max(wrong, 0)}"):
+            read_sources(prefix, 2)

@@ -15,7 +15,7 @@ from data.corpus.readers import Document
 from data.manifest import read_manifest
 from data.preprocessing import filters as module
 from data.preprocessing.encode import PreprocessingSettings
-from data.preprocessing.filters import Filters, document_filter, quality_problem
+from data.preprocessing.filters import DuplicateIndex, Filters, document_filter, quality_problem, signature
 from data.preprocessing.pipeline import preprocess
 from tests.data.inline_pool import Inline
 from tests.data.preprocessing.test_preprocess_data import decoded, outputs, write
@@ -97,6 +97,36 @@ def test_near_duplicates_after_a_kill_equal_those_of_one_job(tmp_path, inline):
 )
 def test_quality_rules(text, problem):
     assert quality_problem(text) == (problem and f"quality: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("of the house " * 16 + "one two", None),  # 50 words
+        ("of the house " * 16 + "one", "number of words"),
+        ("\n".join([f"- {PROSE} {n}" for n in range(9)] + [PROSE]), None),  # 90 %
+        # 23 % and 18 % of the characters are in repeated lines.
+        ("\n".join([*(f"{PROSE} It is page {n}." for n in range(2)), PROSE, PROSE]), "repeated lines"),
+        ("\n".join([*(f"{PROSE} It is page {n}." for n in range(3)), PROSE, PROSE]), None),
+    ],
+)
+def test_quality_limits_are_inclusive(text, problem):
+    assert quality_problem(text) == (problem and f"quality: {problem}")
+
+
+def test_language_is_that_of_the_beginning(monkeypatch):
+    german = "Das alte Haus stand am Ende einer Straße, die nur wenige Menschen benutzten. " * 8
+    keep = document_filter(Filters(languages=("en",)))
+    assert keep(Document(PROSE + german, Path())) == "language"
+    monkeypatch.setattr(module, "_LANGUAGE_SAMPLE", len(PROSE))
+    assert keep(Document(PROSE + german, Path())) is None
+
+
+def test_near_duplicates_are_those_of_one_text_key():
+    index = DuplicateIndex(PreprocessingSettings("bytes", filters=DEDUPLICATED))
+    sketch = signature(" ".join(text_of(0)), DEDUPLICATED)
+    records = [bytes([key]) + bytes(module.DIGEST_BYTES - 1) + sketch for key in (0, 1, 0, 1)]
+    assert [index.reason(record) for record in records] == [None, None, "near repeat", "near repeat"]
 
 
 def test_language_filter_keeps_the_given_languages():

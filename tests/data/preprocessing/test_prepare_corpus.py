@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from data import checksum
-from data.corpus.split import TextSample
+from data.corpus.readers import Document
+from data.corpus.split import TextSample, split_position
 from data.datasets.causal import SequentialDataset
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, manifest_tokenizer
@@ -88,6 +89,12 @@ def test_the_split_is_stable_when_documents_are_added(tmp_path):
     more = run(write(tmp_path / "y.jsonl", [f"new {n}" for n in range(40)] + documents[::-1]), tmp_path)
     for side in ("train_prefix", "validation_prefix"):
         assert set(texts(getattr(first, side))) <= set(texts(getattr(more, side)))
+
+
+def test_a_document_with_a_key_keeps_its_side_when_its_text_changes():
+    positions = [split_position(Document(text, Path(), key=key)) for text, key in (("a", "1"), ("b", "1"), ("a", "2"))]
+    assert positions[0] == positions[1] != positions[2]
+    assert split_position(Document("1", Path())) == positions[0]
 
 
 def test_the_cache_is_used_for_the_same_settings_only(tmp_path, monkeypatch):

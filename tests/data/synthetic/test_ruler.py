@@ -100,7 +100,7 @@ def test_variables_are_one_chain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "common", "others", "solved"), [(1000, 6, 1, {3: 10, 1: 10}), (5000, 30, 3, {10: 10, 3: 30})]
+    ("length", "common", "others", "solved"), [(1000, 6, 1, {3: 10, 1: 10}), (4096, 30, 3, {10: 10, 3: 30})]
 )
 def test_common_words_are_more_frequent_than_the_others(
     length: int, common: int, others: int, solved: dict[int, int]
