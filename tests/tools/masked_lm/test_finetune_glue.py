@@ -69,6 +69,7 @@ def test_default_recipe_is_that_of_the_paper() -> None:
     assert {name: task.epochs for name, task in recipe.tasks.items()} == epochs
     assert {name for name, task in recipe.tasks.items() if task.start == "mnli"} == {"rte", "mrpc", "stsb"}
     assert {*epochs, "imdb"} == set(TASKS)
+    assert {name for name, task in TASKS.items() if task.metrics == ("accuracy", "f1")} == {"qqp", "mrpc"}
 
 
 @pytest.mark.parametrize(
@@ -116,9 +117,10 @@ def test_missing_data_names_the_file(tmp_path: Path) -> None:
         ("train.jsonl.gz", gzip.compress(b'{"sentence": "a", "label": 0}\n')[:-12], r"jsonl\.gz is cut short"),
         ("train.jsonl.gz", b"plain", r"jsonl\.gz is damaged"),
         ("train.jsonl", b'{"sentence": "a", "label": -1}\n', "sst2, train, row 1 has label = -1; allowed: 0 to 1"),
+        ("train.jsonl", b'{"sentence": "a", "label": 2}\n', "sst2, train, row 1 has label = 2; allowed: 0 to 1"),
         ("train.jsonl", b'{"sentence": "a", "label": "good"}\n', "row 1 has label = 'good'"),
     ],
-    ids=["line cut short", "no object", "gzip cut short", "no gzip", "label outside", "label of words"],
+    ids=["line cut short", "no object", "gzip cut short", "no gzip", "label below", "label above", "label of words"],
 )
 def test_damaged_data_are_refused(name: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "sst2").mkdir()
@@ -256,6 +258,7 @@ def test_recipe_reaches_the_trainer(masked_run: Path, data: Path, tmp_path: Path
         assert trainer.args.max_grad_norm == 1
         groups = {(group["lr"], group["weight_decay"]) for group in trainer.optimizer.param_groups}
         assert groups == {(3e-4, 0.25), (3e-4, 0.0)}
+        assert trainer.optimizer.defaults["betas"] == (0.9, 0.98)
         assert max(len(row["input_ids"]) for row in trainer.train_dataset) == 8
     assert [one.model.config.num_labels for one in made] == [3, 1]
     assert [type(one.train_dataset[0]["labels"]) for one in made] == [int, float]
