@@ -146,9 +146,10 @@ def test_eighteen_models_have_different_styles(tmp_path: Path) -> None:
     assert draw([], [one], tmp_path, "T", None) == [tmp_path / "results.png"]
 
 
-def test_pipe_in_a_name_is_escaped() -> None:
-    head, _, line = markdown_table(["model", "loss"], [["a|b", "1"]], aligned=True).splitlines()
+def test_pipe_in_a_name_is_escaped_and_numbers_are_set_to_the_right() -> None:
+    head, rule, line = markdown_table(["model", "loss"], [["a|b", "1"]], aligned=True).splitlines()
     assert line == r"| a\|b  |    1 |"
+    assert rule == "|-------|-----:|"
     assert len(head) == len(line)
 
 

@@ -169,11 +169,12 @@ def test_page_of_several_runs(run: Path, trained_run: Path, tmp_path: Path, caps
     changed = re.sub(r"^  lr: .*", "  lr: 0.5", config.read_text(), count=1, flags=re.MULTILINE)
     config.write_text(re.sub(r"^  mixers: .*", "  mixers: [gla]", changed, count=1, flags=re.MULTILINE))
     for folder, correct in ((run, 9), (other, 1)):
-        entry = {"ids": [f"{i}:{i}" for i in range(10)], "values": [1.0] * correct + [0.0] * (10 - correct)}
-        target = folder / "evaluation" / "step_00000030" / "results.json"
-        target.parent.mkdir(parents=True)
-        content = {"metalion": {"title": "m", "documents": {"t": {"acc": entry}}}, "results": {}}
-        target.write_text(json.dumps({**content, "higher_is_better": {"t": {"acc": True}}}))
+        for step, count in ((3, 5), (30, correct)):  # the newest is shown
+            entry = {"ids": [f"{i}:{i}" for i in range(10)], "values": [1.0] * count + [0.0] * (10 - count)}
+            target = folder / "evaluation" / f"step_{step:08d}" / "results.json"
+            target.parent.mkdir(parents=True)
+            content = {"metalion": {"title": "m", "documents": {"t": {"acc": entry}}}, "results": {}}
+            target.write_text(json.dumps({**content, "higher_is_better": {"t": {"acc": True}}}))
     (other / "results.json").write_text(json.dumps(SCORES))
     assert main([str(run), str(other), "--html", "-o", str(tmp_path / "runs.html")]) == 0
     text = (tmp_path / "runs.html").read_text(encoding="utf-8")
