@@ -324,6 +324,7 @@ def test_hold_out_trains_on_the_other_rows(data: Path) -> None:
     assert (len(train), len(evaluated["validation"])) == (18, 6)
     assert sorted(map(str, train + evaluated["validation"])) == sorted(map(str, rows))
     assert train + evaluated["validation"] != rows[6:] + rows[:6], "in the order of the file"
+    assert len(glue_training.training_rows("rte", data, 0.01)[1]["validation"]) == 1
 
 
 def test_mean_weighs_every_task_equally() -> None:

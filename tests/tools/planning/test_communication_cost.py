@@ -134,6 +134,21 @@ def test_matmuls_in_fp8_take_their_measured_share_of_the_time():
     assert alone["compute"] == pytest.approx((1e9 + FP8_TIME * 5e9) * 512 * 2048 / 4e14)
 
 
+def test_latency_grows_with_hops():
+    links = Links(inside=1e30, latency_inside=1e-3)
+    # 128 micro-batches to the next stage and back; three collectives of a ring of four.
+    assert step_seconds(work(), Layout(pipeline=4), 4, 4e14, links)["pipeline"] == pytest.approx(2 * 128 * 1e-3)
+    assert step_seconds(work(), Layout(), 4, 4e14, links)["data"] == pytest.approx(3 * 3e-3)
+
+
+def test_reduction_of_the_last_micro_batch_does_not_overlap():
+    stage2 = work(zero_stage=2)
+    slow, fast = (Links(inside=inside, latency_inside=0) for inside in (1e9, 1e15))
+    sent, compute = volumes(stage2, Layout(), 4)["data"], 6e9 * 512 * 2048 / 4 / 4e14
+    assert step_seconds(stage2, Layout(), 4, 4e14, slow)["data"] == pytest.approx(sent / 1e9 - compute)
+    assert step_seconds(stage2, Layout(), 4, 4e14, fast)["data"] == pytest.approx(sent / 1e15 / 32 / 3)
+
+
 def test_window_exchanges_its_keys_and_values_only():
     sizes = {"vocab_size": 64, "num_layers": 4, "hidden_size": 64, "num_heads": 4, "mixers": ("metala", "attention")}
 

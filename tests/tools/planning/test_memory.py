@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,6 +309,18 @@ def test_step_bytes_are_those_of_the_peak():
     assert step_bytes([muon], Setting("bf16", 1, 1, momentum=4))["optimizer"] == 12000 - 800 * 4
     assert step_bytes([muon], Setting("bf16", 1, 4, momentum=2))["optimizer"] == (12000 - 800 * 6) / 4
     assert step_bytes([muon], Setting("bf16", 1, 1))["optimizer"] == 12000
+
+
+def test_buffers_of_large_models_have_limits():
+    light = LayerCost(parameters=10**9, largest=10**9, saved=1, forward=1, backward=1)
+    heavy = replace(light, backward=1e12)
+    # 6 bytes per parameter for gradients and their 16-bit copy; two buckets of 500 million, one billion gathered weights.
+    assert step_bytes([heavy, light], Setting("bf16", 3, 2))["gradients"] == 6e9 + 2 * 1e9 + 2e9
+    # One process gathers nothing. After the backward pass a bucket is copied and converted to float32.
+    assert step_bytes([light, light], Setting("bf16", 3, 1))["gradients"] == 12e9 + 2e9 + 1e9 + 1e9
+    # Two buckets, and the reduced gradients of this process.
+    narrow = Setting("bf16", 1, 2, optimizer_state="bf16")
+    assert step_bytes([heavy, light], narrow)["gradients"] == 2 * 1e9 + 2e9
 
 
 def test_memory_pool_of_cuda_graphs_is_separate_from_head_and_optimizer_step():

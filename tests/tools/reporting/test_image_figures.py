@@ -1,0 +1,30 @@
+"""Pictures of an image classifier: the confusion matrix by label and prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tools.reporting import style
+from tools.reporting.image_figures import draw_confusions
+
+
+def test_confusions_are_shares_of_each_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
+    # Three images of the first class are seen as the second one, and none the other way round.
+    draw_confusions(tmp_path / "confusions.png", torch.tensor([[1.0, 3.0], [0.0, 4.0]]), ["cat", "dog"])
+    axes = figures[0].axes[0]
+    np.testing.assert_allclose(axes.images[0].get_array(), [[0.25, 0.75], [0, 1]])
+    assert {text.get_text(): text.get_position() for text in axes.texts} == {
+        "25%": (0, 0),
+        "75%": (1, 0),
+        "0%": (0, 1),
+        "100%": (1, 1),
+    }
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "label")
+    assert axes.get_title("left").endswith("62.50% are correct")
