@@ -122,6 +122,16 @@ def test_language_is_that_of_the_beginning(monkeypatch):
     assert keep(Document(PROSE + german, Path())) is None
 
 
+def test_candidates_below_the_similarity_are_kept():
+    settings = PreprocessingSettings("bytes", filters=DEDUPLICATED)
+    first = np.arange(module.PERMUTATIONS, dtype=np.uint32)
+    for equal, reason in ((80, None), (100, "near repeat")):
+        index = DuplicateIndex(settings)
+        other = np.where(first < equal, first, first + 1000).astype(np.uint32)
+        records = [bytes(module.DIGEST_BYTES) + values.tobytes() for values in (first, other)]
+        assert [index.reason(record) for record in records] == [None, reason]
+
+
 def test_near_duplicates_are_those_of_one_text_key():
     index = DuplicateIndex(PreprocessingSettings("bytes", filters=DEDUPLICATED))
     sketch = signature(" ".join(text_of(0)), DEDUPLICATED)

@@ -150,6 +150,13 @@ def test_memorization_has_one_table(seed: int, vocabulary: int) -> None:
     assert len(set(table.values())) == len(table)
 
 
+def test_table_of_memorization_depends_on_its_own_seed() -> None:
+    one, other, same = (TASKS["memorization"](4, table_seed=seed, seed=3) for seed in (0, 1, 0))
+    assert (one.tokens == other.tokens).all()
+    assert (one.labels != other.labels).any()
+    assert (one.labels == same.labels).all()
+
+
 @settings(max_examples=20, deadline=None)
 @given(SEEDS, st.integers(3, 50), st.integers(2, 60))
 def test_compression(seed: int, vocabulary: int, length: int) -> None:

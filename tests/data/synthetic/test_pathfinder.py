@@ -63,6 +63,16 @@ def test_first_ends_have_the_start_distance_and_a_marker():
     nearest = np.square(ends[:, :, 1, None] - last[:, None]).sum(-1).argmin(-1)
     assert (nearest[:, 1] == path[:, 1]).all()
     assert (nearest[:, 0] != path[:, 0]).all()
+    # It is at the end of the last dash, before the gap.
+    before = paths.points[:, :2, shape.dashes - 1][np.arange(len(path)), path[:, 1]] / 1024
+    np.testing.assert_allclose(np.hypot(*(ends[:, 1, 1] - before).T), shape.dash, atol=0.01)
+
+
+def test_paths_turn_to_both_sides():
+    points = module._draw(np.random.default_rng(0), Pathfinder(**LARGE), 40, 40)[0].points[:, :2]
+    step = np.diff(points, axis=2).astype(np.int64)
+    turn = step[:, :, :-1, 0] * step[:, :, 1:, 1] - step[:, :, :-1, 1] * step[:, :, 1:, 0]
+    assert (turn > 0).mean() == pytest.approx((turn < 0).mean(), abs=0.1)
 
 
 def test_seed_decides_the_images_also_with_processes(monkeypatch):

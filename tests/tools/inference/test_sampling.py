@@ -48,6 +48,10 @@ def test_ties_stay_by_smaller_id() -> None:
     assert keep_likely(torch.zeros(1, 4), top_p=0.5).isfinite().tolist() == [[True, True, False, False]]
 
 
+def test_top_p_is_a_share_of_the_top_k() -> None:
+    assert keep_likely(torch.zeros(1, 4), top_k=2, top_p=0.4).isfinite().tolist() == [[True, False, False, False]]
+
+
 def draws(logits: Tensor, count: int, **arguments: float) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     ids = [next_tokens(logits[None], [generator], **arguments) for _ in range(count)]
