@@ -132,6 +132,7 @@ class Trainer(Generic[ModelT]):
     ) -> None:
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._sample = batches, validation, test, sample
+        self._config_yaml = dump_config(config)
         length = config.batch.sequence_length
         flops = training_flops_per_token(engine.model, length, config.data.predicted_fraction)
         peak = peak_flops(engine.grid.device, engine.dtype) if engine.grid.is_main else None
@@ -364,7 +365,7 @@ class Trainer(Generic[ModelT]):
         self._replicas.compare(state.step)
         if self.metrics is not None:
             self.metrics.flush()
-        checkpointer.save_async(step=state.step, state=asdict(state), config_yaml=dump_config(self.config))
+        checkpointer.save_async(step=state.step, state=asdict(state), config_yaml=self._config_yaml)
         if wait or not self.config.checkpoint.asynchronous:
             self._note_saved(checkpointer.finish())
         set_collective_timeout(60 * run.timeout_minutes)
