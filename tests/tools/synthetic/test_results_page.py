@@ -162,7 +162,7 @@ def test_other_runs_of_long_range_arena() -> None:
 
 def test_runs_of_lion_in_pathfinder() -> None:
     runs = [run for run in lines("lra") if run["task"] == "pathfinder" and run["model"].startswith("lion")]
-    rows = [row for row in table("With HiPPO's decays it stays at chance") if "of" not in row[4]]
+    rows = [row for row in table("All runs with HiPPO's decays are at chance") if "of" not in row[4]]
     shown = [
         [
             "yes" if run["model"] == "lion_grfa" else "no",
