@@ -21,7 +21,7 @@ FILE = "predictions.json"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Hold the predicted loss of a rung.
+    """Hold the predicted losses of a rung, of two fits.
 
     Attributes:
         loss, low, high: with common exponents, and the 95 % interval of one run.
@@ -36,6 +36,12 @@ class Prediction:
     own: float
     runs: int
     stored: str = ""
+
+    @property
+    def mean(self) -> tuple[float, float, float]:
+        """Return the mean of both losses, which has the least error (docs/guide/comparing.md), and the interval around it."""
+        shift = (self.own - self.loss) / 2
+        return self.loss + shift, self.low + shift, self.high + shift
 
 
 # Model -> rung of the largest size -> prediction.

@@ -94,7 +94,8 @@ def _predictions(
             continue
         times.setdefault(prediction.stored, []).append(run.label)
         row = trained.get((model, rung))
-        miss = math.nan if row is None else prediction.loss - row.mean("loss")
+        loss, low, high = prediction.mean
+        miss = math.nan if row is None else loss - row.mean("loss")
         if row is not None:
             unstable += [row.label] if row.unstable else []
             errors += [] if row.unstable else [abs(miss)]
@@ -102,14 +103,24 @@ def _predictions(
             [
                 run.label if row is None else row.marked_label,
                 rung,
-                f"{prediction.loss:.4f} [{prediction.low:.4f}, {prediction.high:.4f}]",
+                f"{loss:.4f} [{low:.4f}, {high:.4f}]",
+                f"{prediction.loss:.4f}",
                 f"{prediction.own:.4f}",
                 "-" if row is None else f"{row.mean('loss'):.4f}",
                 "-" if row is None else f"{miss:+.4f}",
             ]
         )
-    header = ["model", "rung", "predicted loss", "with own exponents", "trained", "predicted minus trained"]
-    note = f"Predicted from the sizes below {ladder.largest}, with common exponents a and b of all models. {_INTERVAL}{problems}"
+    header = [
+        "model",
+        "rung",
+        "predicted loss",
+        "common exponents",
+        "own exponents",
+        "trained",
+        "predicted minus trained",
+    ]
+    note = f"Predicted loss: the mean of two fits to the sizes below {ladder.largest}, one with exponents a and b that are common"
+    note += f" to all models and one with the model's own. {_INTERVAL}{problems}"
     for time, labels in times.items():
         note += f" {', '.join(labels)}: " + (
             f"stored at {time} UTC, before a run of {ladder.largest} was complete." if time else "not stored."
@@ -171,7 +182,7 @@ def _largest(
     by_source = [[source.removeprefix("loss/"), *(_number(_mean(row, source)) for row in here)] for source in sources]
     steady = [row for row in rows if not row.unstable]
     misses = {
-        row.model: predictions[row.model][rung].loss - row.mean("loss")
+        row.model: predictions[row.model][rung].mean[0] - row.mean("loss")
         for row in steady
         if row.size == rung and rung in predictions.get(row.model, {})
     }

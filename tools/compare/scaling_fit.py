@@ -65,8 +65,8 @@ def fit_losses(
 def fit_with_common_exponents(points: Mapping[str, Points], *, samples: int = 200) -> dict[str, ScalingFit]:
     """Fit several models with the same exponents a and b, and their own E, A and B.
 
-    For models of nearly equal exponents, the error of a prediction is 0.5 to 0.7 of that of separate fits
-    (docs/guide/comparing.md). The bootstrap resamples residuals, because few resampled points do not determine the unknowns.
+    For models of nearly equal exponents, predictions have less error than those of separate fits (docs/guide/comparing.md).
+    The bootstrap resamples residuals, because few resampled points do not determine the unknowns.
 
     Args:
         points: model -> its points.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from models.config import ModelConfig
 from tests.tools.compare.test_plan import EXPERIMENTS
 from tools.compare import held_out, ladder_predictions
 from tools.compare.__main__ import main, write_results
-from tools.compare.ladder_predictions import store_predictions, stored_predictions
+from tools.compare.ladder_predictions import Prediction, store_predictions, stored_predictions
 from tools.compare.ladder_report import markdown, write_ladder
 from tools.compare.results import Result, read_results, rows_of
 from tools.compare.rungs import Ladder
@@ -115,7 +115,7 @@ def test_unstable_runs_are_shown_and_left_out_of_choices_predictions_and_fits(tm
     assert "unstable" not in stable_page
     loss = law(4e7, 4e8)
     line = next(line for line in page.splitlines() if line.startswith("| Softmax (unstable) | 40m-10x"))
-    assert [cell.strip() for cell in line.split("|")[3:7:3]] == [f"{loss:.4f} [{loss:.4f}, {loss:.4f}]", "+1.0000"]
+    assert [cell.strip() for cell in line.split("|")[3:8:4]] == [f"{loss:.4f} [{loss:.4f}, {loss:.4f}]", "+1.0000"]
     assert "Not counted, since a run was unstable: Softmax." in page
     assert "Within 0.01" not in page
     fit = next(line for line in page.splitlines() if line.startswith("| Softmax |    7 |"))
@@ -174,12 +174,26 @@ def test_largest_size_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
     loss = law(4e7, 4e8)
     line = next(line for line in document.splitlines() if line.startswith("| Softmax") and "40m-10x" in line)
     assert line.split("|")[3].strip().startswith(f"{loss:.4f} [")
-    assert [cell.strip() for cell in line.split("|")[4:7]] == [f"{loss:.4f}", "-", "-"]
+    assert [cell.strip() for cell in line.split("|")[4:8]] == [f"{loss:.4f}", f"{loss:.4f}", "-", "-"]
     assert "## Loss at 20m-20x" in document
     assert "Not measured. `--positions` measures runs that have a checkpoint." in document
     assert "20m-20x: 20 M parameters without embeddings, 400 M tokens." in document
     assert "Within 0.01 nats" not in document
     assert "Softmax: not stored." in document
+
+
+def test_the_mean_of_both_fits_is_the_prediction(tmp_path: Path) -> None:
+    planned, runs, results = ladder_results(tmp_path)
+    prediction = Prediction(loss=2.0, low=1.9, high=2.2, own=2.1, runs=8, stored="2026-11-28 08:30:28")
+    assert prediction.mean == pytest.approx((2.05, 1.95, 2.25))
+    stored = {"models": {"softmax": {"40m-10x": asdict(prediction)}}}
+    (tmp_path / ladder_predictions.FILE).write_text(json.dumps(stored))
+    document = markdown(write_ladder(planned, planned.ladder, runs, results, rows_of(results))[0])
+    line = next(line for line in document.splitlines() if line.startswith("| Softmax") and "2.0500" in line)
+    cells = [cell.strip() for cell in line.split("|")[3:8]]
+    trained = float(cells[3])
+    assert cells == ["2.0500 [1.9500, 2.2500]", "2.0000", "2.1000", f"{trained:.4f}", f"{2.05 - trained:+.4f}"]
+    assert f"mean absolute difference {abs(2.05 - trained):.4f}." in document
 
 
 def test_predictions_are_stored_before_the_largest_size_is_complete_and_then_kept(tmp_path: Path, monkeypatch) -> None:
@@ -203,7 +217,7 @@ def test_predictions_are_stored_before_the_largest_size_is_complete_and_then_kep
     results[3] = replace(results[3], final={**(results[3].final or {}), "loss": 1.0})
     assert store() == stored
     document = markdown(write_ladder(planned, planned.ladder, runs, results, rows_of(results))[0])
-    assert f"{prediction.loss:.4f} [{prediction.low:.4f}, {prediction.high:.4f}]" in document
+    assert "{:.4f} [{:.4f}, {:.4f}]".format(*prediction.mean) in document
     assert f"Softmax: stored at {prediction.stored} UTC, before a run of 40m was complete." in document
     (tmp_path / ladder_predictions.FILE).unlink()
     assert not store()

@@ -76,23 +76,38 @@ def test_noise_of_a_loss_limits_the_prediction() -> None:
     assert abs(np.mean(errors)) < 0.01  # two standard errors are 0.008
 
 
-def test_common_exponents_predict_with_less_error() -> None:
-    """Predict the largest size of six models whose exponents differ a little, with noise of 0.1 % of each loss."""
+@pytest.mark.parametrize(
+    ("rungs", "largest", "spread", "best"),
+    [
+        (RUNGS, (4e7, 4e8), 0.02, "common"),
+        ([*RUNGS, (2e7, 40), (4e7, 10), (4e7, 20)], (6e7, 6e8), 0.06, "own"),
+    ],
+)
+def test_the_mean_of_both_fits_is_nearer_to_the_better_one(
+    rungs: list[tuple[float, int]], largest: tuple[float, float], spread: float, best: str
+) -> None:
+    """Predict the largest size of six models whose exponents differ by `spread`, with noise of 0.1 % of each loss."""
     draw = np.random.default_rng(0)
-    common, own = [], []
+    errors: dict[str, list[float]] = {"common": [], "own": []}
+    sizes = np.array([size for size, _ in rungs])
+    tokens = np.array([size * ratio for size, ratio in rungs])
     for _ in range(5):
         points, truth = {}, {}
         for model in range(6):
-            E, a, b = 1.6 + 0.02 * model, 0.34 + 0.02 * draw.standard_normal(), 0.28 + 0.02 * draw.standard_normal()
-            exact = [E + 1.0 * (1e7 / n) ** a + 0.8 * (2e8 / d) ** b for n, d in [*zip(N, D, strict=True), (4e7, 4e8)]]
-            noise = np.exp(0.001 * draw.standard_normal(len(N)))
-            points[str(model)], truth[str(model)] = (N, D, np.array(exact[:-1]) * noise), exact[-1]
+            E, a, b = 1.6 + 0.02 * model, *(center + spread * draw.standard_normal() for center in (0.34, 0.28))
+            every = [
+                E + 1.0 * (1e7 / n) ** a + 0.8 * (2e8 / d) ** b for n, d in [*zip(sizes, tokens, strict=True), largest]
+            ]
+            noise = np.exp(0.001 * draw.standard_normal(len(sizes)))
+            points[str(model)], truth[str(model)] = (sizes, tokens, np.array(every[:-1]) * noise), every[-1]
         together = fit_with_common_exponents(points, samples=1)
         for model, true in truth.items():
-            common.append(together[model].predict(4e7, 4e8)[0] - true)
-            own.append(fit_losses(*points[model], samples=1).predict(4e7, 4e8)[0] - true)
-    assert np.std(common) < 0.8 * np.std(own)
-    assert np.mean(np.abs(common) < 0.01) > 0.8
+            errors["common"].append(together[model].predict(*largest)[0] - true)
+            errors["own"].append(fit_losses(*points[model], samples=1).predict(*largest)[0] - true)
+    mean = np.std(np.mean(list(errors.values()), 0))
+    deviation = {name: np.std(values) for name, values in errors.items()}
+    assert min(deviation, key=lambda name: deviation[name]) == best
+    assert mean < 0.9 * np.mean(list(deviation.values()))
 
 
 def test_common_exponents_of_exact_points_are_recovered() -> None:
