@@ -88,7 +88,7 @@ class HGRN(nn.Module):
         """
         forget_logits = to_accumulation_dtype(self.forget_proj(x))
         candidate = self.candidate_proj(x)
-        bound = forget_logits.new_tensor(self.lower_bound)
+        bound = forget_logits.new_full((), self.lower_bound)
         log_decay, gate = bounded_forget_gate(forget_logits, bound.log(), torch.log1p(-bound))
         if self.input_proj is not None:
             gate = to_accumulation_dtype(self.input_proj(x)).sigmoid()

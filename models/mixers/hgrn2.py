@@ -116,7 +116,7 @@ class HGRN2(nn.Module):
         if gamma is not None and self.options.lower_bound_range == "free":
             # Not from beta, which is rounded near 1.
             return bounded_forget_gate(a, F.logsigmoid(gamma), F.logsigmoid(-gamma))
-        depth = a.new_tensor(self.layer_index) if gamma is None else self.layer_index - 0.5 + torch.sigmoid(gamma)
+        depth = a.new_full((), self.layer_index) if gamma is None else self.layer_index - 0.5 + torch.sigmoid(gamma)
         beta = depth / self.num_layers
         return bounded_forget_gate(a, beta.log(), torch.log1p(-beta))
 
