@@ -99,6 +99,14 @@ def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, ca
     assert {key: again[key] for key in ("loss", "accuracy")} == {key: last[key] for key in ("loss", "accuracy")}
 
 
+def test_validations_during_training_read_the_set_number_of_global_batches(arguments, tmp_path):
+    limited = {"evaluation.interval": 1, "evaluation.batches": 1, "schedule.train_steps": 2, "model.num_layers": 1}
+    assert train.main(arguments(**limited)) == 0
+    first, last = metrics_lines(tmp_path / "run", "validation")
+    assert (first["evaluated_tokens"], first["evaluated_fraction"]) == (6, pytest.approx(2 / 3))
+    assert (last["evaluated_tokens"], last["evaluated_fraction"]) == (9, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
