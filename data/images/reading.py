@@ -29,14 +29,41 @@ class ImageFiles:
     folder: Path | None = None
 
     @cached_property
-    def rows(self) -> NDArray[np.int64]:
-        """Return the number of rows before the end of each Parquet file."""
+    def row_ends(self) -> NDArray[np.int64]:
+        """Return where the rows of each Parquet file end in the rows of all of them."""
         return np.cumsum([self.open(file).metadata.num_rows for file in self.parquet])
 
-    def row_name(self, row: int) -> str:
-        """Return the file and the row in it of a row of all Parquet files."""
-        number = int(np.searchsorted(self.rows, row, side="right"))
-        return f"{self.parquet[number]}, row {row - (int(self.rows[number - 1]) if number else 0)}"
+    def place_of(self, row: int) -> tuple[Path, int]:
+        """Return the Parquet file that holds a row of all of them, and the row in this file."""
+        number = int(np.searchsorted(self.row_ends, row, side="right"))
+        return self.parquet[number], row - (int(self.row_ends[number - 1]) if number else 0)
+
+    def columns(self, image_key: str | None, label_key: str) -> tuple[str, str]:
+        """Return the columns of images and labels; image_key None: the first of `IMAGE_KEYS` that exists. Reads no image.
+
+        Raises ValueError for a column that does not exist. A folder has the columns `image` and `label`.
+        """
+        label_key = label_key if self.folder is None else "label"
+        present = ["image", "label"] if self.folder is not None else self.open(self.parquet[0]).schema_arrow.names
+        image_key = image_key or next((name for name in IMAGE_KEYS if name in present), IMAGE_KEYS[0])
+        for key, name in (("image_key", image_key), ("label_key", label_key)):
+            if name not in present:
+                raise ValueError(
+                    f"data.images.{key} = {name}: {self.key} has the columns {', '.join(present)}; name one of them"
+                )
+        return image_key, label_key
+
+    def classes(self, label_key: str, num_classes: int) -> tuple[str, ...]:
+        """Return the name of every class, its number if a Parquet file does not name them. Reads no image.
+
+        Raises ValueError for another number of names than `num_classes`, the classes of the model.
+        """
+        names = self.class_names(label_key) or tuple(map(str, range(num_classes)))
+        if len(names) != num_classes:
+            raise ValueError(
+                f"model.vocab_size = {num_classes}: {self.key} has {len(names)} classes; set {len(names)}, or leave it out"
+            )
+        return names
 
     def class_names(self, label_key: str) -> tuple[str, ...] | None:
         """Return the names of the classes; None if a Parquet file does not name them. Reads no image."""
@@ -111,28 +138,18 @@ class LabelledImages:
         label_key: str = "label",
         cache_directory: str | Path,
     ) -> None:
-        self.files, self._table = files, _cached_table(files, Path(cache_directory) / "images")
-        label_key = label_key if files.folder is None else "label"
-        columns = self._table.column_names
-        self._image_key = image_key or next((name for name in IMAGE_KEYS if name in columns), IMAGE_KEYS[0])
-        for key, name in (("image_key", self._image_key), ("label_key", label_key)):
-            if name not in columns:
-                raise ValueError(
-                    f"data.images.{key} = {name}: {files.key} has the columns {', '.join(columns)}; name one of them"
-                )
+        self.files = files
+        # Refused before the cache is written, which may take long.
+        self._image_key, label_key = files.columns(image_key, label_key)
+        self.class_names = files.classes(label_key, num_classes)
+        self._table = _cached_table(files, Path(cache_directory) / "images")
         self._undecoded()
         self._images = self._table.data.column(self._image_key)
-        names = files.class_names(label_key) or tuple(map(str, range(num_classes)))
-        if len(names) != num_classes:
-            raise ValueError(
-                f"model.vocab_size = {num_classes}: {files.key} has {len(names)} classes; set {len(names)}, or leave it out"
-            )
-        self.class_names = names
         self.labels = self._checked_labels(label_key, num_classes)
         if files.folder is not None:
             # The table numbers only the folders with images.
             present = self._table.features["label"].names
-            self.labels = np.array([names.index(name) for name in present])[self.labels]
+            self.labels = np.array([self.class_names.index(name) for name in present])[self.labels]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -154,7 +171,8 @@ class LabelledImages:
 
     def _name_of(self, row: int) -> str:
         if self.files.folder is None:
-            return self.files.row_name(row)
+            file, row = self.files.place_of(row)
+            return f"{file}, row {row}"
         return str(self._record(row).get("path") or f"{self.files.folder}, row {row}")
 
     def _record(self, row: int) -> dict[str, Any]:
@@ -199,7 +217,7 @@ def _cached_table(files: ImageFiles, cache: Path) -> Any:
     datasets.disable_progress_bars()
     try:
         if files.folder is None:
-            if not files.rows[-1]:
+            if not files.row_ends[-1]:
                 raise ValueError(f"{files.parquet[0]} has no row")
             paths = [glob.escape(str(file)) for file in files.parquet]
             return datasets.load_dataset("parquet", data_files={"train": paths}, split="train", cache_dir=str(cache))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 import eval as evaluate
@@ -151,6 +152,26 @@ def test_classifier_that_cannot_run_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model.vocab_size": 3, "data.images.image_key": "photo"},
+            "data.images.image_key = photo: data.images.train has the columns img, label",
+        ),
+        (
+            {"data.images.label_key": "class"},
+            "data.images.label_key = class: data.images.train has the columns img, label",
+        ),
+        ({"model.vocab_size": 4}, "model.vocab_size = 4: data.images.train has 3 classes"),
+    ],
+)
+def test_dry_run_refuses_the_columns_and_classes_that_a_start_refuses(arguments, capsys, changes, message):
+    assert train.main([*arguments(), "--dry-run"]) == 0
+    assert train.main([*arguments(**changes), "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("parallel", "message"),
     [
         ({"pipeline": 2}, "parallel.pipeline = 2 is not supported for image classifiers: 1 is allowed"),
@@ -169,6 +190,17 @@ def test_layouts_that_split_the_sequence_or_the_layers_are_refused(arguments, mo
         == 2
     )
     assert message in capsys.readouterr().err
+
+
+def test_number_of_classes_is_needed_for_images_that_do_not_name_them(arguments, images, tmp_path, capsys):
+    path = tmp_path / "numbers.parquet"
+    pq.write_table(pq.read_table(images / "train.parquet").replace_schema_metadata(None), path)
+    changes = {"data.images": f"{{train: {path}}}", "schedule.train_steps": 1, "evaluation.interval": 0}
+    assert train.main(arguments(**changes)) == 2
+    message = "do not give it: data.images.train does not name its classes; set model.vocab_size to their number"
+    assert message in capsys.readouterr().err
+    assert train.main(arguments(**changes, **{"model.vocab_size": 3})) == 0
+    assert json.loads((tmp_path / "run" / "classes.json").read_text()) == ["0", "1", "2"]
 
 
 def test_image_that_does_not_decode_ends_the_run_with_file_and_row(arguments, tmp_path, capsys):

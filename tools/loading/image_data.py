@@ -38,12 +38,13 @@ def open_images(data: DataConfig, part: str, num_classes: int) -> LabelledImages
     )
 
 
-def check_images(data: DataConfig) -> None:
-    """Raise as `find_images` for images that do not exist, and DamagedDataError for a file that is no Parquet. Reads no image."""
+def check_images(data: DataConfig, num_classes: int) -> None:
+    """Raise as `find_images`, `ImageFiles.columns` and `ImageFiles.classes` for files that a start refuses. Reads no image."""
     for part in ("train", "validation", "test"):
         files = image_files(data.images, part)
         if files is not None:
-            files.class_names(data.images.label_key)
+            _, label_key = files.columns(data.images.image_key, data.images.label_key)
+            files.classes(label_key, num_classes)
 
 
 def augmentation_of(settings: ImagesConfig, size: int) -> Augmentation:
@@ -53,11 +54,16 @@ def augmentation_of(settings: ImagesConfig, size: int) -> Augmentation:
 
 
 def number_of_classes(data: Mapping[str, Any]) -> int | None:
-    """Return the classes that the training images of a raw section `data` name; None if they name none.
+    """Return the classes that the training images of a raw section `data` name; None if no images are set.
 
-    Raises as `find_images`, and pydantic's ValidationError, a ValueError, for a section that is not valid.
+    Raises ValueError if they name no classes, as `find_images` and `ImageFiles.columns`, and pydantic's ValidationError, a
+    ValueError, for a section that is not valid.
     """
     settings = ImagesConfig.model_validate_json(json.dumps(data.get("images") or {}))
     files = image_files(settings, "train")
-    names = None if files is None else files.class_names(settings.label_key)
-    return None if names is None else len(names)
+    if files is None:
+        return None
+    _, label_key = files.columns(settings.image_key, settings.label_key)
+    if (names := files.class_names(label_key)) is None:
+        raise ValueError(f"{files.key} does not name its classes; set model.vocab_size to their number")
+    return len(names)

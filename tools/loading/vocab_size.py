@@ -13,7 +13,7 @@ from megatron_lite.config.files import read_sources
 def vocabulary_override(files: Sequence[str | Path], overrides: Sequence[str]) -> list[str]:
     """Return ["model.vocab_size=N"], the entries of the tokenizer padded to a multiple of 128; [] if the size is set.
 
-    For an image classifier N is the number of classes that its training images name; [] if they name none.
+    For an image classifier N is the number of classes that its training images name; [] without training images.
 
     Raises as `load_tokenizer` and `number_of_classes`.
     """

@@ -104,7 +104,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
     if config.data.objective == "classification":
         from tools.loading.image_data import check_images
 
-        check_images(config.data)
+        check_images(config.data, model.vocab_size)
     else:
         check_data(config.data, model.vocab_size, config.batch.sequence_length)
     manifest = check_start(config.checkpoint, config.batch.sequence_length, parameter_shapes(model))

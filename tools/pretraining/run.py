@@ -55,7 +55,7 @@ def _run(files: Sequence[str | Path], overrides: Sequence[str], print_config: bo
     try:
         overrides = [*overrides, *vocabulary_override(files, overrides)]
     except (ValueError, OSError) as error:
-        return refused(ValueError(f"model.vocab_size is missing, and its tokenizer or images cannot be read: {error}"))
+        return refused(ValueError(f"model.vocab_size is missing, and tokenizer or images do not give it: {error}"))
 
     def load(*more: str) -> Config[ModelConfig]:
         return load_config(files, [*overrides, *more], model_type=ModelConfig)

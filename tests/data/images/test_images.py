@@ -46,7 +46,7 @@ def test_parquet_files_are_read_in_order(images):
     assert images.class_names == CLASSES
     assert images.labels.tolist() == [0, 1, 2, 2, 1]
     assert np.array_equal(images.image(3), picture(2, 0))
-    assert images.files.row_name(4).endswith("b.parquet, row 1")
+    assert images.files.place_of(4) == (images.files.parquet[1], 1)
 
 
 def test_folder_of_classes_has_the_same_images(tmp_path):
@@ -292,6 +292,9 @@ def test_wrong_names_numbers_and_files_are_refused(tmp_path):
         ValueError, match=r"data.images.image_key = photo: .* has the columns img, label; name one of them"
     ):
         opened(path, image_key="photo")
+    with pytest.raises(ValueError, match=r"data.images.label_key = class: .* has the columns img, label; name one"):
+        opened(path, label_key="class")
+    assert not (tmp_path / "cache").exists(), "refused before the images are copied"
     with pytest.raises(ValueError, match=r"the column label holds no images"):
         opened(path, image_key="label")
     texts = pq.read_table(path).set_column(1, "label", pa.array(["red", None])).replace_schema_metadata(None)

@@ -51,7 +51,7 @@ def test_missing_tokenizer_file_is_reported(capsys):
 
     words = ["model.vocab_size=null", "data.tokenizer={type: hf, path: nowhere.json}"]
     assert train.main(words) == 2
-    assert "model.vocab_size is missing, and its tokenizer or images cannot be read" in capsys.readouterr().err
+    assert "model.vocab_size is missing, and tokenizer or images do not give it: " in capsys.readouterr().err
     with pytest.raises(
         FileNotFoundError, match=r"nowhere\.json does not exist: .*tools\.train_tokenizer; make data-pile-sample"
     ):
