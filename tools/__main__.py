@@ -14,7 +14,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "preprocess": ("tools.preprocess_data", (), "tokenize raw text to token files"),
     "retrieval-text": ("tools.retrieval_text", (), "write generated retrieval texts, to be mixed into a corpus"),
     "train-tokenizer": ("tools.train_tokenizer", (), "train a SentencePiece tokenizer on raw text"),
-    "inspect": ("tools.inspect_data", (), "show token files, documents, samples; compare checksums"),
+    "inspect": ("tools.inspect_data", (), "show token files and samples; compare checksums; decode images"),
     "neox-config": ("tools.neox_config", (), "translate GPT-NeoX configuration files"),
     "plan": ("tools.plan", (), "estimate memory and speed in each layout, without a GPU"),
     "train": ("train", (), "train a model: language, masked, images"),

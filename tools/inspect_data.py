@@ -1,4 +1,4 @@
-"""Inspect a pair of token files: python -m tools.inspect_data PREFIX"""
+"""Inspect a pair of token files, or decode labelled images: python -m tools.inspect_data PREFIX"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from data.indexed import IndexedTokens
 from data.manifest import manifest_tokenizer, read_manifest
 from data.preprocessing.contamination import SHARE, WORDS, shared_documents
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
-from data.verification import verify_caches, verify_token_files
+from data.verification import Findings, verify_caches, verify_token_files
 from tools.cli.arguments import FAILED, above_zero_to_one, check_picture, command, command_line, from_zero, positive
 
 EXAMPLES = """examples:
@@ -33,6 +33,7 @@ EXAMPLES = """examples:
   python -m tools.inspect_data runs/cache --verify                           the same for a folder of caches
   python -m tools.inspect_data data/pile_validation_text_document --trained-on data/pile_train_text_document
                                                                             list held-out documents that training has
+  python -m tools.inspect_data corpora/cifar10/train.parquet --images        decode every image
 
 The .json file next to the token files names the tokenizer. For files of other projects give --tokenizer-type and
 --vocab-file.
@@ -45,7 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.histogram:
         check_picture(options.histogram, "--histogram")
     if options.verify:
-        return _verify(options.prefix)
+        return _print_findings(
+            verify_caches(options.prefix) if options.prefix.is_dir() else verify_token_files(options.prefix)
+        )
+    if options.images:
+        from data.images.reading import find_images
+        from data.images.verification import verify_images
+
+        return _print_findings(verify_images(find_images(str(options.prefix), "--images")))
     if options.trained_on:
         return _print_shared(options)
     tokens = IndexedTokens(options.prefix)
@@ -76,9 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _verify(path: Path) -> int:
-    """Print which files are intact, unknown or damaged. Returns 1 if a file is damaged."""
-    findings = verify_caches(path) if path.is_dir() else verify_token_files(path)
+def _print_findings(findings: Findings) -> int:
+    """Print which files or images are intact, unknown or damaged. Returns 1 if one is damaged."""
     for line in findings.compared:
         print(f"OK       {line}")
     for line in findings.unknown:
@@ -238,11 +245,15 @@ def _draw_lengths(lengths: NDArray[np.int64], path: Path, title: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line(
         "python -m tools.inspect_data",
-        "Inspect token files: counts, documents as text, training samples, a histogram of lengths.",
+        "Inspect token files: counts, documents as text, training samples, a histogram of lengths. Or decode all images.",
         EXAMPLES,
     )
     add = parser.add_argument
-    add("prefix", type=Path, help="the token files without extension; with --verify also a cache folder")
+    add(
+        "prefix",
+        type=Path,
+        help="the token files without extension; with --verify also a cache folder; with --images images",
+    )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--document", type=from_zero, metavar="N", help="print document N (from 0)")
     shown.add_argument(
@@ -252,6 +263,12 @@ def _parser() -> argparse.ArgumentParser:
         "--verify",
         action="store_true",
         help="compare all files with their checksums; exit status 1 if one is damaged",
+    )
+    shown.add_argument(
+        "--images",
+        action="store_true",
+        help="decode every image of a Parquet file, of a folder of Parquet files, or of a folder with one folder per class; "
+        "exit status 1 if one does not decode",
     )
     shown.add_argument(
         "--trained-on",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import io
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -113,6 +114,18 @@ def find_images(given: str | Sequence[str], key: str) -> ImageFiles:
     return ImageFiles(key, parquet=tuple(parquet))
 
 
+def decode(record: Mapping[str, Any]) -> Image.Image:
+    """Return the RGB image of its encoded `bytes`, or of the file `path`. Raises DamagedDataError if it does not decode."""
+    try:
+        with Image.open(record["path"] if record.get("bytes") is None else io.BytesIO(record["bytes"])) as image:
+            return image.convert("RGB")
+    except (OSError, KeyError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError) as error:
+        # The message of an unknown format holds the address of a buffer.
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "it is empty" if not record else "unknown format" if unknown else " ".join(str(error).split())
+        raise DamagedDataError(f"the image does not decode ({reason})") from error
+
+
 class LabelledImages:
     """Hold images and labels by row. The rows are memory-mapped from a cache, which is written at the first start.
 
@@ -156,17 +169,13 @@ class LabelledImages:
 
     def image(self, row: int) -> Image.Image:
         """Return the RGB image of a row. Raises DamagedDataError with file and row if it does not decode."""
-        record = self._record(row)
         try:
-            source = io.BytesIO(record["bytes"]) if record.get("bytes") is not None else record["path"]
-            with Image.open(source) as image:
-                return image.convert("RGB")
-        except (OSError, KeyError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError) as error:
-            # The message of an unknown format holds the address of a buffer.
-            unknown = isinstance(error, UnidentifiedImageError)
-            reason = "it is empty" if not record else "unknown format" if unknown else " ".join(str(error).split())
+            return decode(self._record(row))
+        except DamagedDataError as error:
+            source = self.files.folder or self.files.place_of(row)[0]
             raise DamagedDataError(
-                f"{self._name_of(row)}: the image does not decode ({reason}); replace the image, or remove the row"
+                f"{self._name_of(row)}: {error}; replace the image, or remove the row. This command lists all such images: "
+                f"python -m tools.inspect_data {shlex.quote(str(source))} --images"
             ) from error
 
     def _name_of(self, row: int) -> str:

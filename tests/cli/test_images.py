@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from megatron_lite.checkpoint import reader as checkpoint
 from tests.cli.conftest import metrics_lines, train_lines
 from tests.cli.test_resume import copy_stopped_run
 from tests.made_images import CLASSES, encoded, picture, write_folder, write_parquet
-from tools import generate, image_sizes, masked_forms
+from tools import generate, image_sizes, inspect_data, masked_forms
 from tools.length import __main__ as length
 
 
@@ -208,9 +209,27 @@ def test_image_that_does_not_decode_ends_the_run_with_file_and_row(arguments, tm
     path = write_parquet(tmp_path / "broken.parquet", [0, 1, 2, 0, 1, 2, 0], images=[*[good] * 5, b"no picture", good])
     changes = {"data.images.train": path, "data.cache_directory": tmp_path / "cache"}
     assert train.main(arguments(**changes)) == 1
-    assert "broken.parquet, row 5: the image does not decode (unknown format)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "broken.parquet, row 5: the image does not decode (unknown format)" in error
     checkpoints = tmp_path / "run" / "checkpoints"
     assert not checkpoints.exists() or not list(checkpoints.glob(".*"))
+    command = shlex.split(error.partition("python -m tools.inspect_data ")[2])
+    assert inspect_data.main(command) == 1
+    assert capsys.readouterr().out.startswith(f"DAMAGED  {path}, row 5: ")
+
+
+def test_run_resumes_after_a_broken_validation_image_is_replaced(arguments, tmp_path, capsys):
+    good = [encoded(picture(number % 3, number)) for number in range(9)]
+    path = write_parquet(tmp_path / "held_out.parquet", [0, 1, 2] * 3, images=[*good[:8], good[8][:60]])
+    changes = {"data.images.validation": path, "data.cache_directory": tmp_path / "cache", "model.num_layers": 1}
+    assert train.main(arguments(**changes)) == 1
+    assert "held_out.parquet, row 8: the image does not decode" in capsys.readouterr().err
+    run = tmp_path / "run"
+    assert checkpoint.resolve(run).name == "step_00000003", "validation was due after step 4"
+    write_parquet(path, [0, 1, 2] * 3, images=good)
+    assert train.main(arguments(**changes)) == 0
+    assert [line["step"] for line in train_lines(run)] == list(range(1, 9))
+    assert [line["evaluated_tokens"] for line in metrics_lines(run, "validation")] == [9, 9]
 
 
 def test_student_learns_from_the_targets_of_a_trained_teacher(arguments, tmp_path):
