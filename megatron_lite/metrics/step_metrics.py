@@ -20,7 +20,7 @@ class StepMetrics:
         engine: the engine that ran the steps.
         flops_per_token: training FLOPs per token, forward and backward.
         peak_flops: peak FLOP/s of one device; None: no MFU.
-        tokens_per_image: of an image classifier; None: no images per second.
+        tokens_per_image: of an image classifier, which has images per second and no perplexity; None: a language model.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class StepMetrics:
             seconds: duration of the step. data_seconds: the part of it spent waiting for the batch.
             stragglers: comparison of the ranks in this step; None if there was none.
         """
-        values: dict[str, float] = {"loss": result.loss, "perplexity": math.exp(min(result.loss, 700.0))}
+        values: dict[str, float] = {"loss": result.loss}
+        if self._tokens_per_image is None:
+            values["perplexity"] = math.exp(min(result.loss, 700.0))
         if result.accuracy is not None:
             values["accuracy"] = result.accuracy
         values |= {

@@ -137,6 +137,11 @@ def test_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, figures: list[
     assert {y for _, y in values[3]} == {0.1}
     assert axes.yaxis.get_major_formatter()(0.25) == "25%"
     assert axes.get_ylim()[0] == 0
+    # Ticks of a small range, such as 2.5 %, are not rounded.
+    axes.set_ylim(0, 0.2)
+    ticks = axes.get_yticks()
+    labels = axes.yaxis.get_major_formatter().format_ticks(ticks)
+    assert [float(label.rstrip("%")) for label in labels] == pytest.approx(list(100 * ticks))
 
 
 def test_loss_of_image_classifiers_is_per_image_and_scores_without_average_are_named(

@@ -63,7 +63,8 @@ def model_card(
     """Return Markdown with the metadata for the Hugging Face hub.
 
     config: the run's configuration as plain YAML values. step: name of the step folder. parameters: weights, tied ones
-    once. Tables of evaluations come from `results.json` in the run's folder, tokens from its metrics.
+    once. Tables of evaluations come from `results.json` in the run's folder, or for an image classifier from its metrics, as the
+    numbers of tokens and images.
     """
     causal = not model.bidirectional_mixers()
     name = str(config.get("run", {}).get("name") or run.name)
@@ -92,9 +93,9 @@ def model_card(
     parts = [
         "\n".join(head),
         "## Architecture\n\n" + markdown_table(["", ""], _architecture(model, parameters, dtype), text_columns=2),
-        "## Training\n\n" + markdown_table(["", ""], _training(config, run, step), text_columns=2),
+        "## Training\n\n" + markdown_table(["", ""], _training(config, model, run, step), text_columns=2),
     ]
-    evaluation = _evaluation(run, step)
+    evaluation = _image_evaluation(run, step) if images else _evaluation(run, step)
     parts.append("## Evaluation\n\n" + (evaluation or "Not evaluated with this project's tools."))
     cited = [text for key, text in _CITATIONS.items() if any(mixer.startswith(key) for mixer in model.mixers)]
     parts.append(f"## Licence\n\n{licence}")
@@ -123,28 +124,51 @@ def _architecture(model: ModelConfig, parameters: int, dtype: str) -> list[tuple
     ]
 
 
-def _training(config: Mapping[str, Any], run: Path, step: str) -> list[tuple[str, str]]:
+def _training(config: Mapping[str, Any], model: ModelConfig, run: Path, step: str) -> list[tuple[str, str]]:
     data, batch = config.get("data") or {}, config.get("batch") or {}
     optimizer, schedule = config.get("optimizer") or {}, config.get("schedule") or {}
     corpus = data.get("corpus") or data.get("train") or (data.get("images") or {}).get("train") or "unknown"
-    number = int(step.rpartition("_")[2])
+    number, per_step = _number(step), str(batch.get("global_batch_size", "unknown"))
+    amounts = [
+        ("tokens", _tokens(run, number)),
+        ("sequence length", str(batch.get("sequence_length", "unknown"))),
+        ("sequences per step", per_step),
+    ]
+    if model.image_size is not None:
+        amounts = [("images", _tokens(run, number, model.tokens_per_image)), ("images per step", per_step)]
     return [
         ("data", ", ".join(corpus) if isinstance(corpus, list | tuple) else str(corpus)),
         ("steps", f"{number:,}"),
-        ("tokens", _tokens(run, number)),
-        ("sequence length", str(batch.get("sequence_length", "unknown"))),
-        ("sequences per step", str(batch.get("global_batch_size", "unknown"))),
+        *amounts,
         ("optimizer", f"{optimizer.get('name', '?')}, peak learning rate {optimizer.get('lr', '?')}"),
         ("schedule", str(schedule.get("kind", "unknown"))),
     ]
 
 
-def _tokens(run: Path, step: int) -> str:
-    if step and (run / FILE_NAME).is_file():
-        for line in read_metrics(run):
-            if line["kind"] == "train" and line["step"] == step:
-                return f"{int(line['tokens']):,}"
-    return "unknown"
+def _number(step: str) -> int:
+    """Return the step of a step folder's name."""
+    return int(step.rpartition("_")[2])
+
+
+def _lines(run: Path, step: int) -> list[dict[str, Any]]:
+    """Return the metrics of a step; none without a metrics file."""
+    return [line for line in read_metrics(run) if line.get("step") == step] if (run / FILE_NAME).is_file() else []
+
+
+def _tokens(run: Path, step: int, unit: int = 1) -> str:
+    """Return how many tokens, or images of `unit` tokens, training had read after a step."""
+    counts = [int(line["tokens"]) // unit for line in _lines(run, step) if line["kind"] == "train"]
+    return f"{counts[0]:,}" if counts else "unknown"
+
+
+def _image_evaluation(run: Path, step: str) -> str:
+    """Return a table of the validation and the test of an image classifier after a step, from its metrics."""
+    lines = {line["kind"]: line for line in _lines(run, _number(step)) if "top5_accuracy" in line}
+    rows = [
+        [kind, f"{line['accuracy']:.2%}", f"{line['top5_accuracy']:.2%}", f"{line['evaluated_tokens']:,.0f}"]
+        for kind, line in lines.items()
+    ]
+    return markdown_table(["set", "top-1 accuracy", "top-5 accuracy", "images"], rows) if rows else ""
 
 
 def _evaluation(run: Path, step: str) -> str:

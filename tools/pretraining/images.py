@@ -135,7 +135,7 @@ class ImageObjective:
                 pictures = [self._augmentation.restored(one["tokens"]) for one in samples]
                 draw_predictions(self._config.run.path / PREDICTIONS, pictures, labels, shares, images.class_names)
             correct = sum(int(row.argmax()) == label for row, label in zip(shares, labels, strict=True))
-            return {"text": f"{correct} of {len(labels)} images are right: {self._config.run.path / PREDICTIONS}"}
+            return {"text": f"{correct} of {len(labels)} images are correct: {self._config.run.path / PREDICTIONS}"}
 
         return sample
 

@@ -184,12 +184,14 @@ def _marker(name: str, color: str) -> dict[str, Any]:
 
 
 def _draw_accuracy(axes: Any, run: Run, baseline: float | None) -> None:
+    from matplotlib.ticker import PercentFormatter
+
     _draw(axes, run, COLORS[0], "accuracy", 0.25)
     _draw_validation(axes, run, COLORS[0], "accuracy", "step")
     if baseline is not None and math.isfinite(baseline):
         axes.axhline(baseline, color=GRAY, ls=":", lw=1.2, label="the most frequent token")
         axes.legend(loc="lower right")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.set_ylim(bottom=0)
     axes.set(xlabel="step", title="top-1 accuracy" if _classifies(run) else "masked-token accuracy")
 

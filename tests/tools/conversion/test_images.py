@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from data.images.augmentation import Augmentation
 from megatron_lite.checkpoint.reader import read_weights
 from megatron_lite.config.loader import load_config
+from megatron_lite.metrics.logger import MetricsLogger
 from models.config import ModelConfig
 from tests.made_images import CLASSES, picture
 from tests.tools.conversion.conftest import write_run
+from tools.conversion.model_card import model_card
 from tools.convert_hf import main
 from tools.loading.image_data import CLASSES as CLASSES_FILE
 from tools.loading.model import load_model
@@ -63,6 +66,33 @@ def test_exported_classifier_equals_the_trainers_on_processed_images(run):
     assert exported.config.id2label == dict(enumerate(CLASSES))
     assert "AutoModelForImageClassification" in json.loads((folder / "export" / "config.json").read_text())["auto_map"]
     assert "pipeline_tag: image-classification" in (folder / "export" / "README.md").read_text()
+
+
+def test_model_card_of_a_classifier_counts_images_and_has_its_accuracy(tmp_path):
+    shape = ModelConfig(vocab_size=3, num_layers=1, hidden_size=16, num_heads=2, image_size=8, pooling="class_token")
+    facts: dict[str, Any] = {
+        "run": tmp_path,
+        "step": "step_00000004",
+        "parameters": 1,
+        "dtype": "fp32",
+        "licence": "mit",
+    }
+    config = {"batch": {"sequence_length": 5, "global_batch_size": 6}}
+    assert "Not evaluated with this project's tools." in model_card(config, shape, **facts)
+    metrics = MetricsLogger(tmp_path, total_steps=4, progress_bar=False)
+    for step in (3, 4):
+        metrics.log(step, {"loss": 1.0, "tokens": 30 * step})
+        values = {"accuracy": step / 8, "top5_accuracy": 0.9, "evaluated_tokens": 1000.0 * step}
+        metrics.log(step, values, kind="validation")
+        metrics.log(step, values | {"top5_accuracy": 0.8}, kind="test")
+    metrics.close()
+    card = model_card(config, shape, **facts)
+    for line in (
+        "| steps | 4 |\n| images | 24 |\n| images per step | 6 |\n| optimizer ",
+        "| validation | 50.00% | 90.00% | 4,000 |\n| test | 50.00% | 80.00% | 4,000 |\n",
+    ):
+        assert line in card, card
+    assert "37.50%" not in card
 
 
 def test_imported_classifier_has_the_same_weights_and_names(run):
