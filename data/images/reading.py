@@ -211,8 +211,9 @@ class LabelledImages:
         wrong = np.flatnonzero((values < 0) | (values >= num_classes) | ~np.isfinite(values))
         if len(wrong):
             row = int(wrong[0])
+            label = column[row].as_py()  # `values` holds 3.0 for 3 beside a missing label
             raise ValueError(
-                f"{self._name_of(row)}: label {values[row]} (rows with such labels: {len(wrong):,}); whole numbers from 0 to "
+                f"{self._name_of(row)}: label {label} (rows with such labels: {len(wrong):,}); whole numbers from 0 to "
                 f"{num_classes - 1} are allowed"
             )
         return values.astype(np.int64)

@@ -295,11 +295,17 @@ def test_unfit_teacher_is_refused(arguments, tmp_path, capsys):
     assert not (tmp_path / "student" / "checkpoints").exists()
 
 
-def test_teacher_with_another_order_of_the_classes_is_refused(arguments, tmp_path, capsys):
-    """Train the teacher on folders, whose classes are sorted."""
+def test_teacher_or_validation_with_another_order_of_the_classes_is_refused(arguments, images, tmp_path, capsys):
+    """Folders have sorted classes."""
     short = {"schedule.train_steps": 1, "evaluation.interval": 0, "model.num_layers": 1}
     folder = write_folder(tmp_path / "folder", 2)
     assert train.main(arguments("teacher", **short, **{"data.images": f"{{train: {folder}}}"})) == 0
     assert train.main(arguments("student", **short, **{"classification.teacher": tmp_path / "teacher"})) == 2
-    message = "its classes are blue, green, red, ... and those of data.images.train red, green, blue, ..."
+    message = "class 0 of the teacher is blue, and that of data.images.train is red; name a teacher with the same order"
+    assert message in capsys.readouterr().err
+    validation = {"data.images": f"{{train: {images}/train.parquet, validation: {folder}}}"}
+    assert train.main(arguments("other", **short, **validation)) == 2
+    message = (
+        "class 0 of data.images.validation is blue, and that of data.images.train is red: name files with the same"
+    )
     assert message in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.images.augmentation import Augmentation
@@ -45,6 +45,12 @@ def check_images(data: DataConfig, num_classes: int) -> None:
         if files is not None:
             _, label_key = files.columns(data.images.image_key, data.images.label_key)
             files.classes(label_key, num_classes)
+
+
+def class_difference(names: Sequence[str], owner: str, train: Sequence[str]) -> str:
+    """Return the first class that differs from that of the training images, in words. owner: of `names`, as many as `train`."""
+    number = next(number for number, (name, other) in enumerate(zip(names, train, strict=True)) if name != other)
+    return f"class {number} of {owner} is {names[number]}, and that of data.images.train is {train[number]}"
 
 
 def augmentation_of(settings: ImagesConfig, size: int) -> Augmentation:

@@ -20,7 +20,7 @@ from megatron_lite.trainer import Steps, TrainState
 from megatron_lite.validation import ValidationSet
 from models.config import ModelConfig
 from models.language_model import LanguageModel
-from tools.loading.image_data import CLASSES, augmentation_of, image_files, open_images
+from tools.loading.image_data import CLASSES, augmentation_of, class_difference, image_files, open_images
 from tools.pretraining.data import PREPARATION_HOURS, EvenSubset, num_samples, training_steps, validation_batches
 from tools.pretraining.teacher import TaughtSteps, Teacher
 from tools.reporting.image_figures import CONFUSIONS, PREDICTIONS, draw_confusions, draw_predictions
@@ -48,9 +48,9 @@ class ImageObjective:
         self._train, self._parts = train, {part: self._open(part) for part in ("validation", "test")}
         for part, images in self._parts.items():
             if images is not None and images.class_names != train.class_names:
+                difference = class_difference(images.class_names, f"data.images.{part}", train.class_names)
                 raise ValueError(
-                    f"data.images.{part} has the classes {', '.join(images.class_names[:5])}, ... and data.images.train "
-                    f"{', '.join(train.class_names[:5])}, ...: name files with the same classes in the same order"
+                    f"{difference}: name files with the same classes in the same order (without names, a class has its number)"
                 )
         self._teacher = None
         if config.classification.teacher is not None:

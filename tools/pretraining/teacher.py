@@ -20,6 +20,7 @@ from models.config import ModelConfig
 from tools.conversion.export_images import class_names
 from tools.conversion.export_source import model_class
 from tools.conversion.hf_folder import read_config
+from tools.loading.image_data import class_difference
 from tools.loading.model import build_model, model_config, run_of
 from tools.loading.token_data import data_config
 
@@ -49,7 +50,7 @@ class Teacher:
         names = facts.pop("names")
         images = config.data.images
         needed = {
-            "classes": config.model.vocab_size,
+            "number of classes": config.model.vocab_size,
             "image size": config.model.image_size,
             "mean": list(images.mean),
             "std": list(images.std),
@@ -61,10 +62,8 @@ class Teacher:
                 )
         # Other names may be other words for the same classes.
         if names != list(class_names) and sorted(names) == sorted(class_names):
-            raise ValueError(
-                f"{_KEY} = {path}: its classes are {', '.join(names[:5])}, ... and those of data.images.train "
-                f"{', '.join(class_names[:5])}, ...: name a teacher with the same order of classes"
-            )
+            difference = class_difference(names, "the teacher", class_names)
+            raise ValueError(f"{_KEY} = {path}: {difference}; name a teacher with the same order of classes")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._model: Any = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
         self._device, self._dtype = device, dtype
@@ -105,7 +104,7 @@ def _checkpoint(path: Path) -> tuple[Any, dict[str, Any]]:
     if shape.image_size is None:
         raise ValueError(f"{_KEY} = {path} is a language model; name an image classifier")
     images = data_config(config).images
-    facts = {"classes": shape.vocab_size, "image size": shape.image_size}
+    facts = {"number of classes": shape.vocab_size, "image size": shape.image_size}
     facts |= {"mean": list(images.mean), "std": list(images.std)}
     facts["names"] = class_names(run_of(checkpoint), shape.vocab_size)
     return build_model(shape, read_weights(checkpoint), checkpoint), facts
@@ -123,7 +122,7 @@ def _exported(folder: Path) -> tuple[Any, dict[str, Any]]:
         raise ValueError(f"{_KEY} = {folder} cannot be loaded ({error}); name another teacher") from error
     size = getattr(model.config, "image_size", None)
     facts: dict[str, Any] = {
-        "classes": len(model.config.id2label),
+        "number of classes": len(model.config.id2label),
         "image size": size if isinstance(size, int) else None,
         "names": [str(name) for _, name in sorted(model.config.id2label.items())],
     }

@@ -274,7 +274,8 @@ def test_broken_file_in_a_folder_is_named(tmp_path):
     [
         ([0, 1, 3], r"a\.parquet, row 2: label 3 \(rows with such labels: 1\); whole numbers from 0 to 2 are allowed"),
         ([0, -1, -1], r"row 1: label -1 \(rows with such labels: 2\)"),
-        ([None, 0, 0], r"row 0: label nan \(rows with such labels: 1\)"),
+        ([0, None, 3], r"row 1: label None \(rows with such labels: 2\)"),
+        ([0, 3, None], r"row 1: label 3 \(rows"),
     ],
 )
 def test_label_outside_the_classes_is_named_with_file_and_row(tmp_path, labels, message):

@@ -158,7 +158,9 @@ def test_teacher_of_an_export_gives_deits_targets(run, labels):
         assert result["temperature"].tolist() == [3.0] * 4
 
 
-def test_classes_of_a_teacher_may_have_other_names_but_no_other_order(run):
+def test_classes_of_a_teacher_may_have_other_names_but_no_other_number_or_order(run):
+    with pytest.raises(ValueError, match="its number of classes is 3, and this run has 4; name another teacher"):
+        Teacher(student_of(run[0], "model.vocab_size=4"), torch.device("cpu"), [*CLASSES, "grey"])
     config = student_of(run[0])
     Teacher(config, torch.device("cpu"), [f"{name} photo" for name in CLASSES])
     with pytest.raises(ValueError, match="name a teacher with the same order of classes"):
