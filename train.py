@@ -1,4 +1,4 @@
-"""Train a language model. `python train.py --help`."""
+"""Train a language model or an image classifier. `python train.py --help`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ examples:
   python train.py                                        the default: a small MetaLA learns Python in 6 minutes on a CPU
   python train.py run.name=second optimizer.lr=1e-3      the same with other values, in runs/second
   python train.py configs/metala_360m.yml data.train=/data/pile_text_document
+  python train.py configs/cifar10_lion_s.yml data.images.train=train.parquet data.images.validation=test.parquet
   python train.py configs/metala_1.4b.yml --dry-run      parameters, FLOPs, memory, refusals; nothing is saved
   torchrun --nproc-per-node 4 train.py configs/metala_360m.yml configs/cluster/4gpu.yml
 
@@ -31,7 +32,9 @@ Every key, its default and its meaning: configs/README.md
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status, which `tools.pretraining.run` describes."""
     end_with_launcher()
-    parser = command_line("python train.py", "Train a linear-attention language model.", EPILOG)
+    parser = command_line(
+        "python train.py", "Train a language model or an image classifier with linear attention.", EPILOG
+    )
     parser.add_argument(
         "config", nargs="*", metavar="FILE.yml | key.sub=value", help="files, merged left to right, and single values"
     )

@@ -25,7 +25,7 @@ _BICUBIC = Image.Resampling.BICUBIC
 _ASPECT = (3 / 4, 4 / 3)
 _ERASED_AREA, _ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)
 _TRIES = 10
-_BOX = 2 * _TRIES + 2  # draws of a random box: area and aspect ratio of each try, top, left
+_BOX_DRAWS = 2 * _TRIES + 2  # for a random box: area and aspect ratio of each try, top, left
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Augmentation:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
     @property
-    def draws(self) -> int:
+    def num_draws(self) -> int:
         """Return how many draws a training sample needs: crop, flip, erasing, RandAugment."""
-        return 2 * _BOX + 2 + 2 * self.randaugment_layers
+        return 2 * _BOX_DRAWS + 2 + 2 * self.randaugment_layers
 
     @property
     def reads_at_random(self) -> bool:
@@ -60,42 +60,43 @@ class Augmentation:
     def read_training(self, image: Image.Image, draws: Draws) -> Pixels:
         """Return the pixels of a training image, [3, height, width]. For `crop: pad` they have the border.
 
-        draws: those of the sample, [draws].
+        draws: those of the sample, [num_draws].
         """
         if self.crop == "resized":
-            box = _crop_box(image, self.min_area, draws[:_BOX])
+            box = _crop_box(image, self.min_area, draws[:_BOX_DRAWS])
             return _pixels(image.resize((self.size, self.size), _BICUBIC, box=box))
         if self.crop == "pad":
-            return _pixels(ImageOps.expand(_shorter_side(image, self.size), self.padding))
+            return _pixels(ImageOps.expand(_resized(image, self.size), self.padding))
         return self.read_validation(image)
 
     def read_validation(self, image: Image.Image) -> Pixels:
         """Return the pixels of the centre of an image, [3, size, size]."""
-        image = _shorter_side(image, round(self.size / self.validation_crop))
+        image = _resized(image, round(self.size / self.validation_crop))
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         return _pixels(image.crop((left, top, left + self.size, top + self.size)))
 
     def training(self, images: Sequence[Pixels], draws: Draws) -> Tensor:
         """Return the normalized pixels of training images, float32 [images, 3, size, size].
 
-        images: of `read_training`. draws: the same as there, [images, draws].
+        images: results of `read_training`. draws: the same as there, [images, num_draws].
         """
-        box, flip, erasing, box_of_erasing, layers = np.split(draws, np.cumsum([_BOX, 1, 1, _BOX]), axis=1)
-        pixels = _crops(images, self.size, box[:, -2:])
+        sizes = [_BOX_DRAWS, 1, 1, _BOX_DRAWS]
+        crop_box, flip, erasing, erased_box, layers = np.split(draws, np.cumsum(sizes), axis=1)
+        pixels = _crops(images, self.size, crop_box[:, -2:])
         flipped = flip[:, 0] < self.flip
         pixels[flipped] = pixels[flipped][..., ::-1]
         rand_augment(pixels, self.randaugment_magnitude, layers)
         normalized = self._normalized(pixels)
         erased = np.flatnonzero(erasing[:, 0] < self.random_erasing)
-        erase(normalized, erased, box_of_erasing[erased])
+        erase(normalized, erased, erased_box[erased])
         return torch.from_numpy(normalized)
 
     def validation(self, images: Sequence[Pixels]) -> Tensor:
-        """Return the normalized pixels of images of `read_validation`, float32 [images, 3, size, size]."""
+        """Return the normalized pixels of results of `read_validation`, float32 [images, 3, size, size]."""
         return torch.from_numpy(self._normalized(np.stack(images)))
 
     def restored(self, pixels: Tensor) -> Pixels:
-        """Return the picture of normalized pixels [3, size, size] as [size, size, 3]."""
+        """Return normalized pixels [3, size, size] as a picture of 8 bits, [size, size, 3]."""
         mean, std = self._statistics()
         values = (pixels.numpy() * std + mean).transpose(1, 2, 0)
         return np.rint(255 * values).astype(np.uint8)
@@ -118,7 +119,7 @@ def _pixels(image: Image.Image) -> Pixels:
     return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
-def _shorter_side(image: Image.Image, side: int) -> Image.Image:
+def _resized(image: Image.Image, side: int) -> Image.Image:
     """Return the image with a shorter side of `side` pixels and the same aspect ratio; the longer side is rounded down."""
     if min(image.size) == side:
         return image
@@ -141,7 +142,7 @@ def _random_boxes(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Return rows and columns of boxes of random area and aspect ratio in an image, and whether each fits; [boxes, tries].
 
-    area: of the image's area, uniform. aspect: its logarithm is uniform. draws: [boxes, `_BOX`].
+    area: of the image's area, uniform. aspect: its logarithm is uniform. draws: [boxes, `_BOX_DRAWS`].
     """
     low, high = area
     areas = height * width * (low + (high - low) * draws[:, :_TRIES])
@@ -154,7 +155,7 @@ def _random_boxes(
 def _crop_box(image: Image.Image, min_area: float, draws: Draws) -> tuple[int, int, int, int]:
     """Return (left, top, right, bottom) of a random area and aspect ratio.
 
-    If no try fits, return the largest centre with an aspect ratio that is allowed.
+    If no try fits, return the largest box in the centre with an allowed aspect ratio.
     """
     rows, columns, fits = (
         tries[0] for tries in _random_boxes(image.height, image.width, (min_area, 1), _ASPECT, draws[None])
@@ -170,9 +171,9 @@ def _crop_box(image: Image.Image, min_area: float, draws: Draws) -> tuple[int, i
 
 
 def erase(pixels: NDArray[np.float32], images: NDArray[np.int64], draws: Draws) -> None:
-    """Set a random rectangle of some of the normalized images [images, 3, size, size] to 0, the mean, in place.
+    """Set a random rectangle of some normalized images to 0, the mean, in place.
 
-    draws: [len(images), `_BOX`].
+    pixels: [images, 3, size, size]. images: indices of the images to change. draws: [len(images), `_BOX_DRAWS`].
     """
     size = pixels.shape[-1]
     all_rows, all_columns, fits = _random_boxes(size, size, _ERASED_AREA, _ERASED_ASPECT, draws)

@@ -77,26 +77,25 @@ class ImageDataset:
     def _read(self, row: int, draws: Draws | None) -> Pixels:
         pixels = self._cached.get(row)
         if pixels is None:
-            image = self.images.image(row)
-            read = self.augmentation
-            pixels = read.read_validation(image) if draws is None else read.read_training(image, draws)
+            image, augmentation = self.images.image(row), self.augmentation
+            pixels = augmentation.read_validation(image) if draws is None else augmentation.read_training(image, draws)
             if self._caches:
                 self._cached[row] = pixels
         return pixels
 
     def _row(self, number: int) -> int:
-        epoch, place = divmod(number, len(self.images))
+        epoch, position = divmod(number, len(self.images))
         order = self._order  # read once: several threads may be in two epochs
         if order[0] != epoch:
             order = self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.images))
-        return int(order[1][place])
+        return int(order[1][position])
 
     def _draws(self, numbers: NDArray[np.int64]) -> Draws:
-        """Return the random numbers of samples, which depend on (seed, sample number), [samples, draws]."""
-        draws = np.empty((len(numbers), self.augmentation.draws))
-        blocks, places = np.divmod(numbers, _BLOCK)
+        """Return the random numbers of samples, which depend on (seed, sample number), [samples, num_draws]."""
+        draws = np.empty((len(numbers), self.augmentation.num_draws))
+        blocks, positions = np.divmod(numbers, _BLOCK)
         for block in np.unique(blocks):
-            random = np.random.default_rng([self.seed, int(block), 1])  # the 1: other numbers than the order's
+            random = np.random.default_rng([self.seed, int(block), 1])  # 1: independent of the order of the images
             inside = blocks == block
-            draws[inside] = random.random((_BLOCK, draws.shape[1]))[places[inside]]
+            draws[inside] = random.random((_BLOCK, draws.shape[1]))[positions[inside]]
         return draws

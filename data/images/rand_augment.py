@@ -52,9 +52,9 @@ def _moved(name: str) -> Operation:
 
 @cache
 def _origins(name: str, size: int, share: float) -> NDArray[np.int64]:
-    """Return the place that each pixel of a moved image comes from, from 1 on, or 0 for outside: int64 [size * size].
+    """Return where each pixel of a moved image comes from: its place from 1 on, or 0 for outside. int64 [size * size].
 
-    Pillow moves the numbers of the places.
+    Pillow moves an image whose pixels are the numbers of their places.
     """
     offset = int(150 / 331 * share * size)
     move: Callable[[Image.Image], Image.Image] = {
@@ -69,7 +69,7 @@ def _origins(name: str, size: int, share: float) -> NDArray[np.int64]:
 
 
 def _blend(start: NDArray[np.generic], pixels: Pixels, factor: float) -> Pixels:
-    """Return start + factor (pixels - start), rounded down and cut to 0 to 255."""
+    """Return start + factor (pixels - start), rounded down and clipped to 0 to 255."""
     begin = start.astype(np.float32)
     blended = pixels - begin
     blended *= np.float32(factor)
@@ -114,8 +114,8 @@ def _solarize(pixels: Pixels, share: float, sign: int) -> Pixels:
     return np.where(pixels < math.ceil(255 * (1 - share)), pixels, 255 - pixels)
 
 
-def _levels_of(pixels: Pixels, table: NDArray[np.generic]) -> Pixels:
-    """Replace the levels of each image and channel by those of its table, [images, 3, 256], cut to 0 to 255."""
+def _replace_levels(pixels: Pixels, table: NDArray[np.generic]) -> Pixels:
+    """Replace the levels of each image and channel by those of its table, [images, 3, 256], clipped to 0 to 255."""
     places = pixels.reshape(*pixels.shape[:2], -1)
     levels: Pixels = np.clip(table, 0, 255).astype(np.uint8)
     return np.take_along_axis(levels, places.astype(np.intp), axis=2).reshape(pixels.shape)
@@ -124,7 +124,7 @@ def _levels_of(pixels: Pixels, table: NDArray[np.generic]) -> Pixels:
 def _autocontrast(pixels: Pixels, share: float, sign: int) -> Pixels:
     low, high = (limit(axis=(2, 3))[..., None].astype(np.float64) for limit in (pixels.min, pixels.max))
     scale = 255 / np.maximum(high - low, 1)
-    return _levels_of(pixels, np.where(high > low, _LEVELS * scale - low * scale, _LEVELS))
+    return _replace_levels(pixels, np.where(high > low, _LEVELS * scale - low * scale, _LEVELS))
 
 
 def _equalize(pixels: Pixels, share: float, sign: int) -> Pixels:
@@ -134,7 +134,7 @@ def _equalize(pixels: Pixels, share: float, sign: int) -> Pixels:
     highest = pixels.max(axis=(2, 3))[..., None]
     step = (counts.sum(axis=2, keepdims=True) - np.take_along_axis(counts, highest.astype(np.intp), axis=2)) // 255
     below = counts.cumsum(axis=2) - counts
-    return _levels_of(pixels, np.where(step > 0, (step // 2 + below) // np.maximum(step, 1), _LEVELS))
+    return _replace_levels(pixels, np.where(step > 0, (step // 2 + below) // np.maximum(step, 1), _LEVELS))
 
 
 # The largest magnitudes are those of torchvision's RandAugment.

@@ -156,7 +156,7 @@ class LabelledImages:
         self._image_key, label_key = files.columns(image_key, label_key)
         self.class_names = files.classes(label_key, num_classes)
         self._table = _cached_table(files, Path(cache_directory) / "images")
-        self._undecoded()
+        self._keep_encoded()
         self._images = self._table.data.column(self._image_key)
         self.labels = self._checked_labels(label_key, num_classes)
         if files.folder is not None:
@@ -188,8 +188,8 @@ class LabelledImages:
         """Return the encoded bytes and the path of a row, without the table's conversion of all columns."""
         return self._images[row].as_py() or {}
 
-    def _undecoded(self) -> None:
-        """Let rows return encoded bytes."""
+    def _keep_encoded(self) -> None:
+        """Make the rows of the table return encoded bytes, not decoded images."""
         import datasets
 
         try:

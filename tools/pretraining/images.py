@@ -89,7 +89,7 @@ class ImageObjective:
         images, grid = self._parts[part], self._grid
         if images is None:
             return None
-        at_once = self._config.batch.micro_batch_size * grid.data_size
+        micro_batch = self._config.batch.micro_batch_size * grid.data_size  # of all data ranks
         dataset = ImageDataset(images, self._augmentation, num_samples=None)
         counts = _Counts(images.class_names, grid)
 
@@ -113,7 +113,7 @@ class ImageObjective:
             parts={"": 1.0},
             total_bytes=None,
             total_tokens=len(dataset),
-            micro_batches=-(-len(dataset) // at_once),
+            micro_batches=-(-len(dataset) // micro_batch),
             metrics=metrics,
         )
 
@@ -129,12 +129,14 @@ class ImageObjective:
             samples = [shown[number] for number in range(len(shown))]
             pixels = torch.stack([one["tokens"] for one in samples])
             logits: Any = model()(pixels.to(self._grid.device))
-            shares = logits.float().softmax(-1).cpu()
+            probabilities = logits.float().softmax(-1).cpu()
             labels = [int(one["labels"]) for one in samples]
             if self._grid.is_main:
                 pictures = [self._augmentation.restored(one["tokens"]) for one in samples]
-                draw_predictions(self._config.run.path / PREDICTIONS, pictures, labels, shares, images.class_names)
-            correct = sum(int(row.argmax()) == label for row, label in zip(shares, labels, strict=True))
+                draw_predictions(
+                    self._config.run.path / PREDICTIONS, pictures, labels, probabilities, images.class_names
+                )
+            correct = sum(int(row.argmax()) == label for row, label in zip(probabilities, labels, strict=True))
             return {"text": f"{correct} of {len(labels)} images are correct: {self._config.run.path / PREDICTIONS}"}
 
         return sample

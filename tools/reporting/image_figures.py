@@ -36,11 +36,15 @@ def draw_confusions(out: Path, counts: Tensor, class_names: Sequence[str]) -> No
 
 
 def draw_predictions(
-    out: Path, pictures: Sequence[NDArray[np.uint8]], labels: Sequence[int], shares: Tensor, class_names: Sequence[str]
+    out: Path,
+    pictures: Sequence[NDArray[np.uint8]],
+    labels: Sequence[int],
+    probabilities: Tensor,
+    class_names: Sequence[str],
 ) -> None:
-    """Draw pictures [height, width, 3] with label and prediction; wrong predictions have another colour.
+    """Draw pictures [height, width, 3] with prediction and probability; a wrong one has another colour and the label.
 
-    shares: [pictures, classes], the predicted probabilities.
+    probabilities: [pictures, classes].
     """
     rows = -(-len(pictures) // _COLUMNS)
     # One panel for all pictures, whose layout takes a tenth of the time of one panel each.
@@ -49,9 +53,9 @@ def draw_predictions(
             row, column = divmod(number, _COLUMNS)
             left, top = 1.08 * column, 1.5 * row + 0.4
             axes.imshow(picture, extent=(left, left + 1, top + 1, top))
-            predicted = int(shares[number].argmax())
+            predicted = int(probabilities[number].argmax())
             correct = predicted == label
-            text = f"{class_names[predicted]} {float(shares[number, predicted]):.0%}"
+            text = f"{class_names[predicted]} {float(probabilities[number, predicted]):.0%}"
             text = text if correct else f"{text}\nis {class_names[label]}"
             axes.text(left, top - 0.05, text, va="bottom", fontsize=7.5, color=COLORS[0 if correct else 1])
         axes.set(xlim=(0, 1.08 * _COLUMNS), ylim=(1.5 * rows, 0), aspect="equal")

@@ -145,7 +145,7 @@ def test_shares_of_flips_erasures_and_places_are_those_of_the_settings():
     augmentation = Augmentation(
         8, crop="pad", padding=0, flip=0.3, random_erasing=0.25, mean=(0.5,) * 3, std=(0.5,) * 3
     )
-    draws = np.random.default_rng(0).random((4000, augmentation.draws))
+    draws = np.random.default_rng(0).random((4000, augmentation.num_draws))
     pixels = augmentation.training([image] * 4000, draws)
     flipped, erased = pixels[:, 0, :, 7].amax(1) == 1, (pixels == 0).flatten(1).any(1)
     assert float(flipped.float().mean()) == pytest.approx(0.3, abs=0.03)
@@ -163,7 +163,7 @@ def test_shares_of_flips_erasures_and_places_are_those_of_the_settings():
 def test_padded_crop_is_that_of_pillow():
     augmentation, image = Augmentation(8, crop="pad", padding=2), picture(0, 1)
     bordered = np.asarray(ImageOps.expand(image, 2))
-    draws = np.random.default_rng(0).random((50, augmentation.draws))
+    draws = np.random.default_rng(0).random((50, augmentation.num_draws))
     crops = augmentation.training([augmentation.read_training(image, draws[0])] * 50, draws)
     expected = [bordered[top : top + 8, left : left + 8] for top in range(5) for left in range(5)]
     found = {
@@ -203,7 +203,7 @@ def test_random_crops_have_the_size_of_the_model(crop):
     for size in ((8, 8), (30, 17), (5, 9)):
         image = picture(0, 1, 40).resize(size)
         augmentation = Augmentation(8, crop=crop)
-        draws = np.random.default_rng(1).random((1, augmentation.draws))
+        draws = np.random.default_rng(1).random((1, augmentation.num_draws))
         pixels = augmentation.training([augmentation.read_training(image, draws[0])], draws)
         assert pixels.shape == (1, 3, 8, 8)
         assert pixels.dtype == torch.float32
