@@ -114,12 +114,12 @@ def _exported(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return the classifier of a Hugging Face folder, by the project's or transformers' own code, and what it reads."""
     from data.atomic_io import read_json
 
-    is_export = read_config(folder)["model_type"] == "metalion"
-    kind = model_class(folder, "ImageClassification", trust_remote_code=not is_export)
     try:
-        model = kind.from_pretrained(folder)
-    except (ImportError, OSError) as error:
-        raise ValueError(f"{_KEY} = {folder} cannot be loaded ({error}); name another teacher") from error
+        is_export = read_config(folder)["model_type"] == "metalion"
+        model = model_class(folder, "ImageClassification", trust_remote_code=not is_export).from_pretrained(folder)
+    except (ImportError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{_KEY} = {folder} cannot be loaded ({reason}); name another teacher") from error
     size = getattr(model.config, "image_size", None)
     facts: dict[str, Any] = {
         "number of classes": len(model.config.id2label),

@@ -143,6 +143,18 @@ def student_of(folder, *settings):
     return load_config([folder / "empty.yml"], [*overrides, *settings], model_type=ModelConfig, world_size=1)
 
 
+def test_teacher_that_is_no_classifier_or_cannot_be_loaded_is_refused_with_its_key(run, masked_export, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+    for folder, reason in (
+        (masked_export, "image_size = null is a language model"),
+        (tmp_path, "model type `unknown`"),
+    ):
+        config = student_of(run[0], f"classification.teacher={folder}")
+        message = rf"classification.teacher = {folder} cannot be loaded \(.*{reason}.*\); name another teacher"
+        with pytest.raises(ValueError, match=message):
+            Teacher(config, torch.device("cpu"), CLASSES)
+
+
 @pytest.mark.parametrize("labels", ["hard", "soft"])
 def test_teacher_of_an_export_gives_deits_targets(run, labels):
     folder, model = run
