@@ -120,6 +120,7 @@ def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
             axes.plot(sizes, [100 * value for value in values], label=name, **series_style(number))
         for size in dict.fromkeys(row["image_size"] for row in rows if row["trained"]):
             axes.axvline(size, color="0.6", lw=1, ls=":")
+        axes.set_xticks(sorted({row["image_size"] for row in rows}))
         axes.set(xlabel="image size (pixels); dotted: in training", ylabel="top-1 accuracy (%)")
         label_lines(axes)
 

@@ -54,8 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = []
     for row in rows:
         difference = "-" if row["form"] == SOFTMAX else f"{row['difference']:.1e}"
-        cells.append([row["form"], f"{row['length']:,}", f"{row['ms']:.1f}", f"{row['mib']:.1f}", difference])
-    print(plain_table(["form", "tokens", "ms", "MiB", "largest difference to parallel"], cells))
+        size = [str(row["image_size"])] if "image_size" in row else []
+        cells.append([row["form"], *size, f"{row['length']:,}", f"{row['ms']:.1f}", f"{row['mib']:.1f}", difference])
+    size = ["image size"] if "image_size" in rows[0] else []
+    print(plain_table(["form", *size, "tokens", "ms", "MiB", "largest difference to parallel"], cells))
     from tools.loading.model import run_of
 
     out = options.out or run_of(options.run) / "forms.png"

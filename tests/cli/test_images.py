@@ -271,7 +271,12 @@ def test_classifier_reads_images_of_other_sizes(arguments, tmp_path, capsys):
     assert names == [f"{tmp_path.name}/run", "other/run"], "folders of one name get the names of their parents too"
     assert image_sizes.main([str(run), "--sizes", "10", "--device", "cpu"]) == 2
     assert "model.image_size = 10 is no multiple of model.patch_size = 4" in capsys.readouterr().err
+    capsys.readouterr()
     assert masked_forms.main([str(run), "--device", "cpu", "--lengths", "8", "16"]) == 0
+    header, _, *lines = capsys.readouterr().out.splitlines()
+    assert header.split("  ")[0] == "form"
+    assert "image size  tokens" in header
+    assert [line.split()[1:3] for line in lines[:1] + lines[4:5]] == [["8", "4"], ["16", "16"]]
     rows = json.loads((run / "forms.json").read_text())
     assert {(row["image_size"], row["length"]) for row in rows} == {(8, 4), (16, 16)}
     assert all(row["difference"] is None or row["difference"] < 1e-5 for row in rows)

@@ -1,4 +1,4 @@
-"""Pictures of an image classifier: the confusion matrix by label and prediction."""
+"""Pictures of an image classifier: the confusion matrix by label and prediction, accuracy by image size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,22 @@ import numpy as np
 import pytest
 import torch
 
+from tools.image_sizes import plot
 from tools.reporting import style
 from tools.reporting.image_figures import draw_confusions
+
+
+def test_accuracy_by_image_size_has_ticks_at_the_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
+    plot(
+        [{"run": "a", "image_size": size, "trained": size == 32, "accuracy": size / 100} for size in (24, 32, 48)],
+        tmp_path / "sizes.png",
+    )
+    axes = figures[0].axes[0]
+    assert list(axes.get_xticks()) == [24, 32, 48]
+    np.testing.assert_allclose(axes.lines[0].get_xydata(), [(24, 24), (32, 32), (48, 48)])
+    assert set(axes.lines[1].get_xdata()) == {32}
 
 
 def test_confusions_are_shares_of_each_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
