@@ -21,6 +21,7 @@ from tests.cli.test_resume import copy_stopped_run
 from tests.made_images import CLASSES, encoded, picture, write_folder, write_parquet
 from tools import generate, image_sizes, inspect_data, masked_forms
 from tools.length import __main__ as length
+from tools.pretraining import images as pretraining
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,7 @@ def test_classifier_trains_validates_and_resumes_exactly(arguments, tmp_path, ca
     (out, progress), run = capsys.readouterr(), tmp_path / "run"
     assert "24 images of 3 classes" in out
     assert "(whole set, 9 images)" in out
+    assert f"\n  python -m tools.image_sizes {run}   # accuracy at other image sizes\n" in out
     assert re.search(r"^step 1/\d+  loss [\d.]+  accuracy [\d.]+%  images/s [\d,]+  ETA", progress, re.M)
     line = metrics_lines(run, "train")[0]
     assert line["images_per_second"] == pytest.approx(line["tokens_per_second"] / 4)  # an image has four tokens
@@ -107,6 +109,18 @@ def test_validations_during_training_read_the_set_number_of_global_batches(argum
     first, last = metrics_lines(tmp_path / "run", "validation")
     assert (first["evaluated_tokens"], first["evaluated_fraction"]) == (6, pytest.approx(2 / 3))
     assert (last["evaluated_tokens"], last["evaluated_fraction"]) == (9, 1)
+
+
+def test_one_process_writes_the_caches_of_all_images(arguments, images, monkeypatch):
+    events, opened = [], pretraining.open_images
+    monkeypatch.setattr(
+        pretraining, "open_images", lambda data, part, *rest: events.append(part) or opened(data, part, *rest)
+    )
+    monkeypatch.setattr(
+        pretraining, "on_main", lambda grid, work, **_: (events.append("begin"), work(), events.append("end"))
+    )
+    assert train.main(arguments(**{"schedule.train_steps": 1, "data.images.test": images / "validation.parquet"})) == 0
+    assert events[:5] == ["begin", "train", "validation", "test", "end"]
 
 
 @pytest.mark.parametrize(

@@ -25,22 +25,23 @@ from tools.pretraining.data import PREPARATION_HOURS, EvenSubset, num_samples, t
 from tools.pretraining.teacher import TaughtSteps, Teacher
 from tools.reporting.image_figures import CONFUSIONS, PREDICTIONS, draw_confusions, draw_predictions
 
+_PARTS = ("train", "validation", "test")
 _SHOWN = 32  # images in the picture of predictions
 
 
 class ImageObjective:
     """An image classifier: `Objective` over labelled images.
 
-    The constructor opens the images, which fills the cache at the first start. All ranks must have the same files.
+    The constructor opens the images, which writes their caches at the first start. All ranks must have the same files.
     """
 
     def __init__(self, config: Config[ModelConfig], grid: Grid) -> None:
         self._config, self._grid = config, grid
         assert config.model.image_size is not None
         self._augmentation = augmentation_of(config.data.images, config.model.image_size)
-        # One process writes the cache.
-        on_main(grid, lambda: self._open("train") and None, timeout_hours=PREPARATION_HOURS)
-        files = [image_files(config.data.images, part) for part in ("train", "validation", "test")]
+        # One process writes the caches.
+        on_main(grid, lambda: [self._open(part) for part in _PARTS] and None, timeout_hours=PREPARATION_HOURS)
+        files = [image_files(config.data.images, part) for part in _PARTS]
         paths = [path for one in files if one is not None for path in one.parquet]
         require_agreement({"data": file_facts(paths)}, grid)
         train = self._open("train")

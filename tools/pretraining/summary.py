@@ -99,7 +99,9 @@ def _uses(config: Config[Any]) -> list[str]:
     run, checkpoints = config.run.path, Path(config.checkpoint.directory)
     folder = shlex.quote(str(run if checkpoints == run / "checkpoints" else checkpoints))
     if config.data.objective == "classification":
-        return [f"  python -m tools.convert_hf export {folder} EXPORT   # for transformers"]
+        sizes = f"  python -m tools.image_sizes {folder}   # accuracy at other image sizes"
+        export = f"  python -m tools.convert_hf export {folder} EXPORT   # for transformers"
+        return [sizes, export] if config.data.images.validation else [export]
     if config.data.objective == "masked":
         return [
             f"  python -m tools.length {folder}   # accuracy on longer texts",
