@@ -327,7 +327,7 @@ class Trainer(Generic[ModelT]):
         names = state_not_finite(self.engine.optimizer_state, self.engine.grid)
         if names or always:
             self._note_saved(self._checkpointer.finish())
-            names = names or ["all weights and moments are finite, so the cause is the forward pass or the text"]
+            names = names or ["all weights and moments are finite, so the cause is the forward pass or the data"]
             refuse_not_finite(what, names, Path(self.config.checkpoint.directory), self.engine.grid)
 
     def _stop_between_batches(self) -> bool:

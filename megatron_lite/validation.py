@@ -1,4 +1,4 @@
-"""Compute the loss of held-out text."""
+"""Compute the loss of held-out text or images."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ValidationSet:
         batches: (part, limit) -> this data rank's micro-batches of a part, the same number on every rank. `limit`: number of
             global batches over all parts, of which each part has its share; None: all.
         parts: name of each part (a source of the text; "" for a single part) -> its share of the tokens.
-        total_bytes: bytes of the text of the whole set; None if unknown.
-        total_tokens: tokens with a label in the whole set.
+        total_bytes: bytes of the text of the whole set; None if unknown, and for images.
+        total_tokens: tokens with a label, or images, in the whole set.
         micro_batches: number of micro-batches of this data rank in the whole set.
         metrics: returns further metrics of the batches since the last `batches`; every process calls it. None: perplexity.
     """

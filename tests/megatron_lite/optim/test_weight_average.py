@@ -67,6 +67,19 @@ def test_checkpoint_without_an_average_starts_one_at_its_weights(build, tmp_path
         assert torch.equal(weights_of(other, "ema")[name], weight)
 
 
+def test_run_without_an_average_drops_that_of_its_checkpoint(build, tmp_path):
+    engine = build(model_config(), optimizer={"ema_decay": DECAY})
+    engine.train_step(batches(1)[0], lr=LR)
+    Checkpointer(engine, tmp_path / "with").save(step=1, state={}, config_yaml="a: 1\n")
+    other = build(model_config(), seed=9)
+    Checkpointer(other, tmp_path / "with").load()
+    Checkpointer(other, tmp_path / "without").save(step=1, state={}, config_yaml="a: 1\n")
+    assert "ema" not in read_manifest(resolve(tmp_path / "without"))
+    weights = weights_of(engine)
+    for name, weight in read_weights(tmp_path / "without").items():
+        assert torch.equal(weight.flatten(), weights[name].flatten())
+
+
 def test_average_that_is_not_finite_is_not_saved(build, tmp_path):
     engine = build(model_config(), optimizer={"ema_decay": DECAY})
     average = next(one for one in engine.optimizer_state.fragments() if one.name == "embedding.weight").tensors["ema"]
