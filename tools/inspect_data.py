@@ -252,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "prefix",
         type=Path,
-        help="the token files without extension; with --verify also a cache folder; with --images images",
+        help="the token files without extension; with --verify also a cache folder; with --images the images",
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--document", type=from_zero, metavar="N", help="print document N (from 0)")

@@ -25,10 +25,10 @@ def check_model(name: str, config: Path) -> None:
     name: a folder, or a name on the hub. config: the model's config.json.
 
     Raises:
-        ValueError: a masked model or a damaged configuration.
+        ValueError: a masked model, an image classifier or a damaged configuration.
         FileNotFoundError: a folder without a tokenizer.
     """
-    refuse_masked(
+    refuse_unscorable(
         name, read_json(config, "get the model's folder again, or write it with python -m tools.convert_hf export")
     )
     folder = Path(name)
@@ -39,8 +39,8 @@ def check_model(name: str, config: Path) -> None:
         )
 
 
-def refuse_masked(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a model that reads both sides of a token: it has no likelihood of a text.
+def refuse_unscorable(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model without a likelihood of a text: one that reads both sides of a token, or images.
 
     config: the content of config.json.
     """
@@ -50,6 +50,8 @@ def refuse_masked(name: str, config: Mapping[str, Any]) -> None:
     )
 
     kind, classes = config.get("model_type"), config.get("architectures") or []
+    if any(str(word).endswith("ForImageClassification") for word in classes):
+        raise ValueError(f"{name} ({', '.join(map(str, classes))}) is an image classifier, and this command reads text")
     encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and kind not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     causal = config.get("is_decoder") or config.get("causal")
     if (encoder and not causal) or any(str(word).endswith("ForMaskedLM") for word in classes):

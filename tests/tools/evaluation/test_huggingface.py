@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tools.evaluation import huggingface_text
 from tools.evaluation.huggingface import HuggingFaceLM
-from tools.evaluation.huggingface_checks import refuse_masked
+from tools.evaluation.huggingface_checks import refuse_unscorable
 from tools.evaluation.huggingface_text import HuggingFaceText
 from tools.evaluation.open_model import locate_model
 from tools.evaluation.request import EvaluationRequest, TextRequest
@@ -34,7 +34,7 @@ from tools.evaluation.request_pairs import RequestCounts
 )
 def test_masked_model_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^folder \(.*\) is a masked model: .*pseudo-log-likelihood"):
-        refuse_masked("folder", config)
+        refuse_unscorable("folder", config)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_masked_model_is_refused(config: dict[str, Any]) -> None:
     ],
 )
 def test_causal_model_is_accepted(config: dict[str, Any]) -> None:
-    refuse_masked("folder", config)
+    refuse_unscorable("folder", config)
 
 
 def test_folder_is_checked_before_data_and_weights(tmp_path: Path) -> None:
@@ -63,6 +63,8 @@ def test_folder_is_checked_before_data_and_weights(tmp_path: Path) -> None:
     assert "get the model's folder again" in refusal()
     config.write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     assert "is a masked model" in refusal()
+    config.write_text(json.dumps({"model_type": "metalion", "architectures": ["MetalionForImageClassification"]}))
+    assert "(MetalionForImageClassification) is an image classifier, and this command reads text" in refusal()
     config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
     assert f"{tmp_path} holds no tokenizer" in refusal()
     (tmp_path / "tokenizer.json").write_text("{}")
