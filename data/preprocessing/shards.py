@@ -192,7 +192,7 @@ def join_shards(
 ) -> dict[str, dict[str, Any]]:
     """Write the outputs and their manifests from the finished shards of all files. Return the manifest per name.
 
-    made_from: hash of the input and the settings. Raises ValueError if the input holds no text.
+    made_from: hash of the input and the settings. Raises ValueError if no document is left.
     """
     reports = finished_reports(parts, len(files))
     every = [report for of_file in reports for report in of_file]
@@ -203,7 +203,13 @@ def join_shards(
     if not any(sum(report["documents"]) for report in every):
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count) or "no documents"
         shutil.rmtree(parts)
-        raise ValueError(f"the input holds no text: {shown_files(files)} ({why}). Check the text key (--jsonl-keys)")
+        if set(+skipped) <= {"empty", "broken"}:
+            raise ValueError(
+                f"the input holds no text: {shown_files(files)} ({why}). Check the text key (--jsonl-keys)"
+            )
+        raise ValueError(
+            f"the filters leave no document of {shown_files(files)} (removed: {why}). Change the options of these filters"
+        )
     sources = {name for report in every for of_output in report["sources"] for name in of_output}
     _check_excluded(settings.filters.exclude_sources, skipped, every, sources, parts)
     manifests = {}

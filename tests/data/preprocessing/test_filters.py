@@ -146,6 +146,14 @@ def test_language_filter_keeps_the_given_languages():
     assert document_filter(Filters(languages=("de", "en")))(Document(german, Path())) is None
 
 
+def test_filters_that_remove_every_document_are_named(tmp_path, inline):
+    write(tmp_path / "in.jsonl", [{"text": "The cat sat on the mat and looked at the dog."}, {"text": ""}])
+    settings = PreprocessingSettings("bytes", filters=Filters(languages=("de",)))
+    message = r"the filters leave no document of .*in\.jsonl \(removed: 1 empty, 1 language\)\. Change the options"
+    with pytest.raises(ValueError, match=message):
+        preprocess(source_files(tmp_path / "in.jsonl"), tmp_path / "out", settings, progress=False)
+
+
 def test_excluded_sources_are_left_out_and_must_occur(tmp_path, inline, capsys):
     path = write(
         tmp_path / "x.jsonl", [{"text": f"t{n}", "meta": {"pile_set_name": "a b c"[2 * (n % 3)]}} for n in range(9)]
