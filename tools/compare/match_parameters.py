@@ -28,9 +28,11 @@ def equal_width(config: ModelConfig, target: int, *, multiple: int = 16, toleran
     width = multiple * max(1, 1 + round((target - sizes[0]) / per_step))
     reached = sizes[0] + (width // multiple - 1) * per_step
     if abs(reached - target) > tolerance * target:
+        remedy = "Lower `multiple`, or change layers or hidden_size"
+        if sizes[0] - per_step >= target:
+            remedy = "The other layers alone are too large: raise the target, or lower layers or hidden_size"
         raise ValueError(
-            f"{'+'.join(config.mixers)} with d = {config.hidden_size}: the target is {target:,} parameters without "
-            f"embeddings; the nearest MLP width {width} gives {reached:,}, which is not within {100 * tolerance:g} %. Lower "
-            "`multiple`, or change layers and width: the reference's, or those of the ladder's size"
+            f"{'+'.join(config.mixers)} with hidden_size {config.hidden_size}: the target is {target:,} parameters without "
+            f"embeddings; the nearest MLP width {width} gives {reached:,}, which is not within {100 * tolerance:g} %. {remedy}"
         )
     return width

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megatron_lite.config.schema import Config
 from models.config import ModelConfig
+
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Tuning(BaseModel):
@@ -23,7 +25,13 @@ class Tuning(BaseModel):
 
     sizes: tuple[str, ...] = Field(min_length=1)
     models: tuple[str, ...] = Field(min_length=1)
-    factors: tuple[PositiveFloat, ...] = Field(min_length=2)
+    factors: tuple[PositiveNumber, ...] = Field(min_length=2)
+
+    @field_validator("factors")
+    @classmethod
+    def _different(cls, factors: tuple[float, ...]) -> tuple[float, ...]:
+        _check_different(factors)
+        return factors
 
 
 class Ladder(BaseModel):
@@ -43,14 +51,21 @@ class Ladder(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    parameters: dict[str, PositiveFloat] = Field(min_length=1)
-    tokens_per_parameter: dict[str, Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]]
+    parameters: dict[str, PositiveNumber] = Field(min_length=1)
+    tokens_per_parameter: dict[str, Annotated[tuple[PositiveNumber, ...], Field(min_length=1)]]
     seeds: dict[str, Annotated[tuple[int, ...], Field(min_length=1)]] = {}
     tolerance: float = Field(default=0.01, gt=0, lt=1)
     multiple: int = Field(default=8, ge=1)
     max_passes: float = Field(default=4, gt=0)
     max_overlap: float = Field(default=0.9, gt=0, le=1)
     tuning: Tuning | None = None
+
+    @field_validator("tokens_per_parameter")
+    @classmethod
+    def _different(cls, numbers: dict[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+        for of_size in numbers.values():
+            _check_different(of_size)
+        return numbers
 
     @model_validator(mode="after")
     def _same_sizes(self) -> Ladder:
@@ -78,6 +93,13 @@ class Ladder(BaseModel):
     def is_largest(self, rung: str) -> bool:
         """Return whether a rung has the largest size."""
         return self.rungs()[rung][0] == self.largest
+
+
+def _check_different(numbers: tuple[float, ...]) -> None:
+    """Raise ValueError if two numbers give runs of one name."""
+    names = [f"{number:g}" for number in numbers]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{repeated[0]} is there twice; the numbers name the runs, so they must differ in six digits")
 
 
 def steps_of_rung(ladder: Ladder, rung: str, config: Config[ModelConfig]) -> int:

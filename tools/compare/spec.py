@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_lite.config.files import CONFIGS, Sources, parse_yaml, read_sources
+from megatron_lite.config.files import CONFIGS, KeyPath, Sources, parse_yaml, read_sources
 from megatron_lite.config.loader import ConfigError, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
@@ -24,6 +24,7 @@ from tools.compare.rungs import Ladder, steps_of_rung
 from tools.loading.vocab_size import vocabulary_override
 
 Tree = dict[str, Any]
+_WIDTH, _STEPS = ("model", "intermediate_size"), ("schedule", "train_steps")
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"  # of a folder under runs/
 
 
@@ -161,6 +162,11 @@ def read_comparison(path: Path) -> Comparison:
                 f"{path}: ladder.parameters has the size {unknown[0]}, which `sizes` lacks; allowed are "
                 f"{', '.join(comparison.sizes)}"
             )
+        tuned = () if ladder.tuning is None else ladder.tuning.models
+        if unknown := sorted(set(tuned) - comparison.models.keys()):
+            raise ValueError(
+                f"{path}: ladder.tuning.models has {unknown[0]}; allowed are {', '.join(comparison.models)}"
+            )
     return comparison
 
 
@@ -240,49 +246,61 @@ def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]
     if merged.problems:
         raise ConfigError(merged.problems)
     if comparison.ladder is not None:
-        if merged.get(("schedule", "train_steps")) is not None:
+        if merged.get(_STEPS) is not None:
             raise ValueError("schedule.train_steps: the ladder sets it; change ladder.tokens_per_parameter instead")
         # Until the batch is known. Other steps of the file may not be larger.
-        merged.set(("schedule", "train_steps"), 10**9, "")
+        merged.set(_STEPS, 10**9, "")
     for word in vocabulary_override(files, _words(merged.tree)):
         merged.set(("model", "vocab_size"), int(word.partition("=")[2]), "")
     words = _words(merged.tree)
-    config = load_config(files, words, model_type=ModelConfig, world_size=1)
-    return read_sources(files, words).tree, config
+    return read_sources(files, words).tree, _loaded(files, words, size, name)
+
+
+def _loaded(files: Sequence[str], words: Sequence[str], size: str, model: str) -> Config[ModelConfig]:
+    """Return the configuration of a model in one size. Raises ConfigError, whose problems name both."""
+    try:
+        return load_config(files, words, model_type=ModelConfig, world_size=1)
+    except ConfigError as error:
+        place = f"(model {model}, size {size})" if size else f"(model {model})"
+        problems = list(error.problems)
+        # Each word is a whole section, which the comparison's file sets in parts.
+        for word in words:
+            problems = [problem.replace(f"(override {word})", place) for problem in problems]
+        raise ConfigError(problems) from error
 
 
 def _with_equal_parameters(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
+    tree, config = cell
     target = count_parameters(reference[1].model) - embedding_parameters(reference[1].model)
-    width = equal_width(cell[1].model, target, multiple=equal.multiple, tolerance=equal.tolerance)
-    return _changed(cell, width)
+    width = equal_width(config.model, target, multiple=equal.multiple, tolerance=equal.tolerance)
+    model = replace(config.model, intermediate_size=width)
+    return _with_values(tree, {_WIDTH: width}), config.model_copy(update={"model": model})
 
 
 def _set_rungs(cells: dict[tuple[str, str], _Cell], ladder: Ladder) -> None:
     """Set MLP width and steps of every cell; the rungs of one size share the width."""
     rungs = ladder.rungs()
     widths: dict[tuple[str, str], int] = {}
-    for (rung, model), cell in cells.items():
+    for (rung, model), (tree, config) in cells.items():
         size = rungs[rung][0]
         if (size, model) not in widths:
             target = round(ladder.parameters[size])
             try:
-                width = equal_width(cell[1].model, target, multiple=ladder.multiple, tolerance=ladder.tolerance)
+                width = equal_width(config.model, target, multiple=ladder.multiple, tolerance=ladder.tolerance)
             except ValueError as error:
                 raise ValueError(f"ladder.parameters.{size}, {model}: {error}") from error
             widths[size, model] = width
-        cells[rung, model] = _changed(cell, widths[size, model], steps_of_rung(ladder, rung, cell[1]))
+        changed = _with_values(tree, {_WIDTH: widths[size, model], _STEPS: steps_of_rung(ladder, rung, config)})
+        # Read again, since other keys derive from the steps or have them as a limit.
+        cells[rung, model] = changed, _loaded((), _words(changed), rung, model)
 
 
-def _changed(cell: _Cell, width: int, steps: int | None = None) -> _Cell:
-    """Return a cell with another MLP width and number of training steps."""
-    tree, config = cell
+def _with_values(tree: Tree, values: Mapping[KeyPath, int]) -> Tree:
+    """Return a copy of a tree with other values."""
     merged = Sources(tree=json.loads(json.dumps(tree)))
-    merged.set(("model", "intermediate_size"), width, "")
-    if steps is None:
-        return merged.tree, config.model_copy(update={"model": replace(config.model, intermediate_size=width)})
-    merged.set(("schedule", "train_steps"), steps, "")
-    # Read again, since other keys derive from the steps or have them as a limit.
-    return merged.tree, load_config((), _words(merged.tree), model_type=ModelConfig, world_size=1)
+    for key, value in values.items():
+        merged.set(key, value, "")
+    return merged.tree
 
 
 def _run(

@@ -24,11 +24,11 @@ Losses = dict[str, dict[str, dict[str, float | None]]]
 def tuning_comparison(comparison: Comparison) -> Comparison:
     """Return the comparison of the rates in `ladder.tuning`. A name of its sizes is a size and a factor, such as 600k_2lr.
 
-    Raises ValueError without the section, for an unknown model, and for a size without its own rate.
+    Raises ValueError without the section, and for a size without its own rate, also one that is not tried.
     """
     ladder, tuning = _sections(comparison)
-    if unknown := sorted(set(tuning.models) - comparison.models.keys()):
-        raise ValueError(f"ladder.tuning.models has {unknown[0]}; allowed are {', '.join(comparison.models)}")
+    for size in ladder.parameters:
+        _rate(comparison, size)
     names = {(size, factor): f"{size}_{factor:g}lr" for size in tuning.sizes for factor in tuning.factors}
     update = {
         "parameters": {name: ladder.parameters[size] for (size, _), name in names.items()},
@@ -183,9 +183,12 @@ def _saved(comparison: Comparison) -> dict[str, Any]:
 
 
 def _rate(comparison: Comparison, size: str) -> float:
-    rate = comparison.sizes[size].get("optimizer", {}).get("lr")
+    section = comparison.sizes[size].get("optimizer")
+    rate = section.get("lr") if isinstance(section, dict) else None
     if rate is None:
         raise ValueError(f"ladder.tuning scales sizes.{size}.optimizer.lr, which is missing: give a rate")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise ValueError(f"ladder.tuning scales sizes.{size}.optimizer.lr = {rate}: a number > 0 is allowed")
     return float(rate)
 
 

@@ -58,7 +58,9 @@ def test_other_steps_are_compared_with_those_of_the_ladder() -> None:
     runs = plan_runs(laddered(), overrides=["checkpoint.extra_steps=[3]", "schedule.warmup_steps=4"])
     assert {run.config.checkpoint.extra_steps for run in runs} == {(3,)}
     assert all(run.config.schedule.decay_steps == run.config.schedule.train_steps for run in runs)
-    with pytest.raises(ValueError, match=r"extra_steps holds 1000000: at most schedule\.train_steps = "):
+    with pytest.raises(
+        ValueError, match=r"extra_steps holds 1000000: at most schedule\.train_steps = .*metala, size s-1x\)"
+    ):
         plan_runs(laddered(), overrides=["checkpoint.extra_steps=[1000000]"])
 
 
@@ -162,6 +164,7 @@ def test_ladders_that_contradict_the_file_are_refused(tmp_path: Path, capsys) ->
     with pytest.raises(ValueError, match=r"schedule.train_steps: the ladder sets it"):
         plan_runs(laddered(), overrides=["schedule.train_steps=4"])
     content = {"name": "x", "title": "x", "seeds": [1], "models": {"a": {}}, "sizes": {"s": {}}}
+    tuning = {"sizes": ["s"], "models": ["a"], "factors": [1, 2]}
     cases = [
         ({"ladder": LADDER}, "ladder.parameters has the size m, which `sizes` lacks; allowed are s"),
         (
@@ -179,6 +182,26 @@ def test_ladders_that_contradict_the_file_are_refused(tmp_path: Path, capsys) ->
         ),
         ({"ladder": {**LADDER, "parameters": {"s": 1, "m": 0}}}, "ladder.parameters.m = 0"),
         ({"ladder": {**LADDER, "seeds": {"s": []}}}, "ladder.seeds.s"),
+        (
+            {"ladder": {**LADDER, "tokens_per_parameter": {"s": [1, float("inf")], "m": [1]}}},
+            "ladder.tokens_per_parameter.s = [1, Infinity]: list of 1 or more: number > 0 is allowed",
+        ),
+        (
+            {"ladder": {**LADDER, "tokens_per_parameter": {"s": [1, 1.0000001], "m": [1]}}},
+            "1 is there twice; the numbers name the runs, so they must differ in six digits",
+        ),
+        (
+            {"ladder": {**LADDER, "tuning": {**tuning, "factors": [2, 0.5, 2]}}},
+            "factors = [2, 0.5, 2]: 2 is there twice",
+        ),
+        (
+            {"ladder": {**LADDER, "tuning": {**tuning, "factors": [0, 1]}}},
+            "factors = [0, 1]: list of 2 or more: number > 0",
+        ),
+        (
+            {"ladder": {**LADDER, "tuning": {**tuning, "models": ["gla"]}}, "sizes": {"s": {}, "m": {}}},
+            "bad.yml: ladder.tuning.models has gla; allowed are a",
+        ),
     ]
     for changes, message in cases:
         (tmp_path / "bad.yml").write_text(yaml.safe_dump({**content, **changes}, sort_keys=False))

@@ -140,8 +140,15 @@ def test_width_excludes_untied_embeddings() -> None:
     tied = ModelConfig(**TINY, mixers=("retnet",))
     body = count_parameters(tied) - 320 * 64
     assert equal_width(replace(tied, tie_embeddings=False), body) == equal_width(tied, body) == tied.mlp_width
-    with pytest.raises(ValueError, match="the nearest MLP width 16 gives"):
+    with pytest.raises(
+        ValueError, match=r"the nearest MLP width 16 gives .* other layers alone are too large: raise the"
+    ):
         equal_width(tied, 1)
+    without_mlp = 2 * count_parameters(replace(tied, intermediate_size=16)) - count_parameters(
+        replace(tied, intermediate_size=32)
+    )
+    with pytest.raises(ValueError, match=r"the nearest MLP width 16 gives .* %\. Lower `multiple`, or change layers"):
+        equal_width(tied, without_mlp - 320 * 64 + 100, tolerance=0.001)
 
 
 def test_equal_parameters_of_every_model_and_size() -> None:
@@ -170,6 +177,12 @@ def test_invalid_comparisons_are_refused(tmp_path: Path, capsys) -> None:
         plan_runs(comparison(), overrides=["optimizer.lrr=1"])
     with pytest.raises(ConfigError, match=r"optimizer.lr"):
         plan_runs(comparison(), overrides=["optimizer.lr=[1"])
+    # The file sets the rate of one size: no message may quote the whole section `optimizer` as an override.
+    with pytest.raises(ConfigError) as caught:
+        plan_runs(comparison(sizes={"s": {}, "m": {"optimizer": {"lr": -1}}}))
+    assert caught.value.problems == ("optimizer.lr = -1: number > 0 is allowed (model metala, size m)",)
+    with pytest.raises(ConfigError, match=r"optimizer.lr = -1: number > 0 is allowed \(model metala\)$"):
+        plan_runs(comparison(sizes={"": {"optimizer": {"lr": -1}}}))
     file = tmp_path / "bad.yml"
     file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {}}\nequal_parameters: {reference: b}\n")
     with pytest.raises(ValueError, match=r"equal_parameters.reference = b is not a model of this file; allowed are a"):

@@ -139,8 +139,16 @@ def test_one_rate_with_several_factors_is_refused(tmp_path: Path, monkeypatch, c
     ("tuning", "sizes", "message"),
     [
         (None, {}, "tiny has no section ladder.tuning; give its sizes, models and factors"),
-        ({"models": ["gla"]}, {}, "ladder.tuning.models has gla; allowed are metala, retnet"),
         ({}, {"s": {}}, r"ladder.tuning scales sizes.s.optimizer.lr, which is missing"),
+        (
+            {},
+            {"s": {"optimizer": {"lr": 1e-3}}, "m": {}},
+            r"ladder.tuning scales sizes.m.optimizer.lr, which is missing",
+        ),
+        ({}, {"s": {"optimizer": {"lr": "fast"}}}, r"sizes.s.optimizer.lr = fast: a number > 0 is allowed"),
+        ({}, {"s": {"optimizer": {"lr": -1e-3}}}, r"sizes.s.optimizer.lr = -0.001: a number > 0 is allowed"),
+        ({}, {"s": {"optimizer": {"lr": math.inf}}}, r"sizes.s.optimizer.lr = inf: a number > 0 is allowed"),
+        ({}, {"s": {"optimizer": None}}, r"sizes.s.optimizer.lr, which is missing"),
         ({"sizes": ["l"]}, {}, r"ladder.tuning.sizes has the size l; allowed are s, m"),
     ],
 )
