@@ -113,11 +113,11 @@ def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page:
     from megatron_lite.metrics.logger import finite
     from tools.compare.figures import draw
     from tools.compare.launches import launch_note, launches, machine
-    from tools.compare.results import plan_table, progress_note, read_results, rows_of, tables
+    from tools.compare.results import plan_table, progress_note, read_results, rows_of, tables, unreadable_note
 
     results = read_results(runs)
     rows = rows_of(results)
-    note = progress_note(runs)
+    note = " ".join(filter(None, (progress_note(runs), unreadable_note(runs, results))))
     text = tables(rows, comparison.reference) if rows else "No run is complete yet.\n"
     written = [comparison.folder / "results.md", comparison.folder / "results.json"]
     if comparison.ladder is not None and rows:

@@ -16,6 +16,8 @@ from datetime import date
 from pathlib import Path
 from typing import IO, Any
 
+from data.atomic_io import write_text
+
 FILE = "launches.jsonl"
 _ROOT = Path(__file__).parents[2]
 _SAMPLE_MILLISECONDS = 500
@@ -53,15 +55,24 @@ def recorded_launch(folder: Path, devices: Sequence[str], workers: int) -> Itera
                 "seconds": round(seconds, 3),
                 "busy": round(statistics.mean(percent) / 100, 4) if percent else None,
             }
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / FILE).open("a") as lines:
-                lines.write(json.dumps(content) + "\n")
+            path = folder / FILE
+            previous = path.read_text() if path.is_file() else ""
+            write_text(path, f"{previous}{json.dumps(content)}\n")
 
 
 def launches(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of the training commands, oldest first; empty before the first one."""
+    """Return the lines of the training commands, oldest first; empty before the first one.
+
+    Raises ValueError that names the file and a damaged line.
+    """
     path = folder / FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = []
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), start=1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path} line {number} is no JSON ({error}): remove the line") from error
+    return lines
 
 
 def launch_note(folder: Path) -> str:

@@ -107,7 +107,8 @@ def read_results(runs: Iterable[Run]) -> list[Result]:
         curve = [line for line in lines if line["kind"] == "validation"]
         train = [line for line in lines if line["kind"] == "train"]
         # The last line is of the whole validation set; an earlier line may have the same step.
-        final = curve[-1] if run.complete and curve else None
+        last = curve[-1] if curve and curve[-1]["step"] == run.config.schedule.train_steps else None
+        final = last if run.complete else None
         tokens = max((int(line["tokens"]) for line in lines if "tokens" in line), default=0)
         # Steps without a logged time count with the mean of the logged steps.
         seconds = (
@@ -214,6 +215,18 @@ def progress_note(runs: Sequence[Run]) -> str:
     if not_begun := sum(not at for _, at in steps):
         words.append(f"{not_begun} not started")
     return f"{len(open_runs)} of {counted(len(runs), 'run')} not complete: {'; '.join(words)}."
+
+
+def unreadable_note(runs: Sequence[Run], results: Sequence[Result]) -> str:
+    """Return a sentence about the complete runs without a last validation, or an empty text. results: of `read_results`."""
+    with_final = {result.run.name for result in results if result.final is not None}
+    names = [run.name for run in runs if run.complete and run.name not in with_final]
+    if not names:
+        return ""
+    return (
+        f"Left out, since {FILE_NAME} lacks the validation after the last step: {', '.join(names)}. Copy the file again, or "
+        "remove the folder and train the run again."
+    )
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from tools.compare import held_out, ladder_predictions
 from tools.compare.__main__ import main, write_results
 from tools.compare.ladder_predictions import Prediction, store_predictions, stored_predictions
 from tools.compare.ladder_report import markdown, write_ladder
-from tools.compare.results import Result, read_results, rows_of
+from tools.compare.results import Result, read_results, rows_of, unreadable_note
 from tools.compare.rungs import Ladder
 
 
@@ -141,6 +141,25 @@ def test_positions_and_scores_are_of_the_largest_rung_where_they_are_measured(tm
     (late,) = (line for line in document.splitlines() if line.startswith("| last positions of a text at 10m-10x"))
     assert [cell.strip() for cell in late.split("|")[2:5]] == ["Metala", "-", "4.0000"]
     assert "| boolq, acc |" in document
+
+
+def test_complete_runs_whose_metrics_were_cut_are_named(tmp_path: Path) -> None:
+    """Take no validation before the last step for the final one."""
+    runs: list[Any] = []
+    for name, steps in (("whole", [4, 8]), ("cut", [4]), ("gone", [])):
+        config = SimpleNamespace(schedule=SimpleNamespace(train_steps=8))
+        runs.append(SimpleNamespace(name=name, folder=tmp_path / name, complete=True, config=config))
+        runs[-1].folder.mkdir()
+        lines = [json.dumps({"kind": "validation", "step": step, "loss": 1.0}) for step in steps]
+        if lines:
+            (runs[-1].folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    results = read_results(runs)
+    assert [result.final is None for result in results] == [False, True]
+    assert unreadable_note(runs, results).startswith(
+        "Left out, since metrics.jsonl lacks the validation after the last step: cut, gone."
+    )
+    runs[1].complete = False
+    assert unreadable_note(runs[:2], results) == ""
 
 
 def test_growth_of_the_gradient_norm_is_read_from_the_metrics(tmp_path: Path) -> None:

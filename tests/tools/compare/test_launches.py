@@ -6,7 +6,9 @@ import os
 import time
 from pathlib import Path
 
-from tools.compare.launches import launch_note, launches, recorded_launch
+import pytest
+
+from tools.compare.launches import FILE, launch_note, launches, recorded_launch
 
 # Stands for nvidia-smi: one line per sample until it is stopped.
 SAMPLER = """#!/bin/sh
@@ -41,3 +43,19 @@ def test_launches_hold_the_share_of_the_time_with_kernels(tmp_path: Path, monkey
         pass
     assert launches(folder)[1]["busy"] is None
     assert "2 launches; kernels ran in 80%" in launch_note(folder)
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"date": "2026-01-01"}\n{"date": "20')
+    with pytest.raises(ValueError, match=r"launches\.jsonl line 2 is no JSON \(Unterminated .*\): remove the line"):
+        launches(tmp_path)
+
+
+def test_a_launch_that_cannot_be_written_leaves_the_earlier_ones(tmp_path: Path, monkeypatch) -> None:
+    with recorded_launch(tmp_path, ["cpu"], workers=1):
+        pass
+    before = (tmp_path / FILE).read_text()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
+    with pytest.raises(OSError, match="the disk is full"), recorded_launch(tmp_path, ["cpu"], workers=1):
+        pass
+    assert (tmp_path / FILE).read_text() == before

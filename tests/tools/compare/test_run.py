@@ -110,6 +110,11 @@ def test_comparison_continues_after_failed_runs(place: Path, monkeypatch, capsys
     log = (folder / "metala-large-seed1" / "train.log").read_text()
     assert "step 12/12" in log
     assert "python train.py" in log
+    # A complete run whose metrics were cut is named, and has no loss of an earlier step.
+    (folder / "softmax-small-seed2" / "metrics.jsonl").write_text(first[: first.rindex('{"kind": "validation"')])
+    assert main([*words, "--report"]) == 0
+    assert "lacks the validation after the last step: softmax-small-seed2. Copy the file" in capsys.readouterr().out
+    (folder / "softmax-small-seed2" / "metrics.jsonl").write_text(first)
 
 
 @pytest.mark.parametrize(
