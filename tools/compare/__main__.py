@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_existing_runs(every)
     if options.check:
         _prepare(of_file, runs)
-        print(f"The text is ready for all runs. {comparison.folder} may be copied to the machine that trains.")
+        print(f"The text is ready for all runs. To train on another machine, copy {of_file.folder} and the text there.")
         return 0
     trained = options.report or all(run.complete for run in runs)
     failed = {} if trained else _train(comparison, of_file, runs, every, options)

@@ -22,6 +22,7 @@ from megatron_lite.metrics.logger import FILE_NAME
 from megatron_lite.plural import counted
 from tools.cli.process_status import describe_status
 from tools.compare.spec import Run, differing_keys
+from tools.compare.token_files import check_token_files
 
 _ROOT = Path(__file__).parents[2]
 # Time that a run has to write its checkpoint after it was stopped.
@@ -56,27 +57,30 @@ def check_existing_runs(runs: Sequence[Run]) -> None:
 def prepare(runs: Sequence[Run]) -> None:
     """Write the file of every run, and prepare each corpus once before several processes read it.
 
-    Raises ValueError if there is no validation text or image, and as `tools.loading.token_data.prepared_data` and
-    `tools.loading.image_data.open_images`.
+    Raises ValueError if there is no validation text or image, and as `check_token_files`,
+    `tools.loading.token_data.prepared_data` and `tools.loading.image_data.open_images`.
     """
     from tools.loading.image_data import open_images
     from tools.loading.token_data import prepared_data
 
     for run in runs:
         write_text(run.file, run.text)
-    data = {run.config.data.model_dump_json(): run for run in runs}
-    for run in data.values():
+    texts = []
+    for run in {run.config.data.model_dump_json(): run for run in runs}.values():
         if run.config.data.objective == "classification":
             for part in ("train", "validation"):
                 if open_images(run.config.data, part, run.config.model.vocab_size) is None:
                     raise ValueError(
                         f"{run.name} has no {part} images, which the comparison needs: set data.images.{part}"
                     )
-        elif prepared_data(run.config.data, run.config.model.vocab_size).validation is None:
+            continue
+        texts.append(prepared_data(run.config.data, run.config.model.vocab_size))
+        if texts[-1].validation is None:
             raise ValueError(
                 f"{run.name} has no validation text, which the comparison needs: set data.validation with data.train, "
                 "or data.validation_fraction > 0 with data.corpus"
             )
+    check_token_files(runs[0].folder.parent, texts)
 
 
 def run_all(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from data.atomic_io import write_text
 from data.corpus.discovery import source_files
 from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.pipeline import preprocess
@@ -19,7 +20,10 @@ from tests.tools.compare.test_plan import EXPERIMENTS, comparison
 from tools.compare import held_out
 from tools.compare.__main__ import main
 from tools.compare.held_out import check_held_out, compressors_of, training_tokens_of
+from tools.compare.launcher import prepare
 from tools.compare.spec import plan_runs, read_comparison
+from tools.compare.token_files import check_token_files
+from tools.loading.token_data import prepared_data
 
 LADDER: dict[str, Any] = {
     "parameters": {"s": 80_000, "m": 300_000},
@@ -65,7 +69,7 @@ def test_other_steps_are_compared_with_those_of_the_ladder() -> None:
 
 
 def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest_size_last(
-    tmp_path: Path, monkeypatch
+    tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     large, small = (read_comparison(EXPERIMENTS / f"{name}.yml") for name in ("ladder", "ladder_small"))
@@ -92,7 +96,10 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--sizes", "600k", "--positions"]) == 1
     assert measured == ["600k-40x"]
     given.clear()
-    assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--check"]) == 0
+    words[1] = "metala"  # a model of ladder.tuning
+    for more in ([], ["--tune"]):
+        assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--check", *more]) == 0
+        assert "copy runs/ladder_small and the text there" in capsys.readouterr().out
     assert not given
 
 
@@ -253,3 +260,32 @@ def test_held_out_text_that_training_holds_is_refused(text, monkeypatch) -> None
         ValueError, match=r"3,840 tokens / 600 training tokens = 6\.4 passes .*max_passes = 4 is allowed"
     ):
         check_held_out(planned, ladder, runs)
+
+
+def test_token_files_that_changed_since_the_runs_began_are_refused(text, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "tiny"
+
+    def check(*validation: str) -> None:
+        (run,) = text(["a b c " * 100], list(validation))
+        run.folder, run.file, run.text = folder / run.name, folder / run.name / "run.yml", ""
+        prepare([run])
+
+    check("one")
+    check("two")  # no run has begun
+    write_text(folder / "metala-s-1x-seed1" / "metrics.jsonl", "")
+    check("two")
+    with pytest.raises(
+        ValueError, match=r"validation_text_document has other content than when the runs in .*tiny began"
+    ):
+        check("one")
+    assert set(json.loads((folder / "token_files.json").read_text())) == {
+        str(tmp_path / f"{name}_text_document") for name in ("train", "validation")
+    }
+    check("two")
+    # A folder of an earlier version, and token files of another project.
+    (folder / "token_files.json").unlink()
+    (tmp_path / "validation_text_document.json").unlink()
+    (run,) = text(["a b c " * 100], ["two"])
+    (tmp_path / "validation_text_document.json").unlink()
+    check_token_files(folder, [prepared_data(run.config.data, run.config.model.vocab_size)])
+    assert set(json.loads((folder / "token_files.json").read_text())) == {str(tmp_path / "train_text_document")}
