@@ -65,7 +65,7 @@ def choices(rung: str, rows: Sequence[Row], runs: Sequence[Run], noise: Noise, l
     if not cells:
         note = f"A choice needs at least two mixers with a complete run of {rung}."
     elif math.isnan(error):
-        note += "No rung has several seeds, so the noise of a difference is unknown."
+        note += "No rung has two mixers with several complete seeds, so the noise of a difference is unknown."
     else:
         note += (
             "As good: within two standard errors of the best. The standard error is that of a difference of validation "

@@ -46,6 +46,8 @@ class Prediction:
 
 # Model -> rung of the largest size -> prediction.
 Predictions = dict[str, dict[str, Prediction]]
+# Why a fit is not possible -> the models without one.
+Reasons = dict[str, list[str]]
 
 
 def store_predictions(
@@ -95,13 +97,13 @@ def merge_predictions(computed: Predictions, stored: Predictions) -> Predictions
 
 def predict(
     ladder: Ladder, largest: Sequence[Run], results: Sequence[Result], stored: str = ""
-) -> tuple[Predictions, str]:
-    """Return the predictions of runs of the largest size, and a note on models without one.
+) -> tuple[Predictions, Reasons]:
+    """Return the predictions of runs of the largest size, and why other models have none.
 
     results: of any sizes; those of the largest size are left out. stored: see `Prediction`.
     """
     points = points_of([result for result in results if not ladder.is_largest(result.run.size)])
-    separate_fits, problems = fits_of(points, samples=1)
+    separate_fits, reasons = fits_of(points, samples=1)
     usable = {model: points[model] for model in separate_fits}
     common = fit_with_common_exponents(usable) if len(usable) > 1 else fits_of(usable)[0]
     predictions: Predictions = {}
@@ -112,7 +114,7 @@ def predict(
             separate = separate_fits[run.model].predict(run.body, tokens)[0]
             count = len(np.asarray(points[run.model][2]))
             predictions.setdefault(run.model, {})[run.size] = Prediction(loss, low, high, separate, count, stored)
-    return predictions, problems
+    return predictions, reasons
 
 
 def points_of(results: Sequence[Result]) -> dict[str, Points]:
@@ -125,13 +127,13 @@ def points_of(results: Sequence[Result]) -> dict[str, Points]:
     return {model: (*np.array(of_model or np.zeros((0, 3))).T,) for model, of_model in points.items()}
 
 
-def fits_of(points: Mapping[str, Points], *, samples: int = 200) -> tuple[dict[str, ScalingFit], str]:
-    """Return model -> fit, and a note on models without one."""
+def fits_of(points: Mapping[str, Points], *, samples: int = 200) -> tuple[dict[str, ScalingFit], Reasons]:
+    """Return model -> fit, and why other models have none."""
     fits: dict[str, ScalingFit] = {}
-    without: dict[str, list[str]] = {}
+    reasons: Reasons = {}
     for model, of_model in points.items():
         try:
             fits[model] = fit_losses(*of_model, samples=samples, name=model)
         except ValueError as error:
-            without.setdefault(str(error).removeprefix(f"{model}: "), []).append(model)
-    return fits, "".join(f" No fit of {', '.join(models)}: {reason}." for reason, models in without.items())
+            reasons.setdefault(str(error).removeprefix(f"{model}: "), []).append(model)
+    return fits, reasons

@@ -15,6 +15,7 @@ from tools.compare.held_out import compressors_of, positions_of, training_tokens
 from tools.compare.ladder_choices import LatePositions, choices, noise_of_run
 from tools.compare.ladder_predictions import (
     Predictions,
+    Reasons,
     fits_of,
     merge_predictions,
     points_of,
@@ -24,7 +25,7 @@ from tools.compare.ladder_predictions import (
 from tools.compare.ladder_scores import scores
 from tools.compare.results import Result, Row, difference_text, ranked, unstable_note
 from tools.compare.rungs import Ladder
-from tools.compare.scaling_fit import ScalingFit
+from tools.compare.scaling_fit import EXPONENT_BOUNDS, ScalingFit
 from tools.compare.spec import Comparison, Run
 from tools.compare.tuning import RATES_TITLE, rates_table
 from tools.reporting.runs_page import Section, picture_html, table_html, write_page
@@ -47,14 +48,17 @@ def write_ladder(
 
     facts: sentences below the title of the page.
     """
-    fits, problems = fits_of(points_of(results))
+    fits, reasons = fits_of(points_of(results))
     largest = [run for run in runs if ladder.is_largest(run.size)]
-    computed, without = predict(ladder, largest, results)
+    computed, not_predicted = predict(ladder, largest, results)
+    labels = {run.model: run.label for run in runs}
     predictions = merge_predictions(computed, stored_predictions(comparison))
     sections = [
         *_largest(comparison, ladder, runs, results, rows, predictions),
-        _predictions(ladder, largest, rows, predictions, without + _repeated(comparison, largest)),
-        _constants(fits, problems, results),
+        _predictions(
+            ladder, largest, rows, predictions, _repeated(comparison, largest), _without_fit(not_predicted, labels)
+        ),
+        _constants(fits, labels, _without_fit(reasons, labels)),
         rates_table(comparison),
     ]
     sections = [section for section in sections if section.rows or section.note]
@@ -84,9 +88,24 @@ def markdown(sections: Sequence[Section], command: str = "", measures: str = "")
     return "\n".join(parts)
 
 
+def _without_fit(reasons: Reasons, labels: Mapping[str, str]) -> str:
+    """Return a sentence per reason for which models have no fit. labels: of the models."""
+    return "".join(
+        f" No fit of {', '.join(labels.get(model, model) for model in models)}: {reason}."
+        for reason, models in reasons.items()
+    )
+
+
 def _predictions(
-    ladder: Ladder, largest: Sequence[Run], rows: Sequence[Row], predictions: Predictions, problems: str
+    ladder: Ladder,
+    largest: Sequence[Run],
+    rows: Sequence[Row],
+    predictions: Predictions,
+    repeated: str,
+    without_fit: str,
 ) -> Section:
+    """Return predicted and trained losses. repeated, without_fit: sentences of `_repeated` and `_without_fit`."""
+    title = f"Prediction of {ladder.largest}"
     trained = {(row.model, row.size): row for row in rows if math.isfinite(row.mean("loss"))}
     cells, errors, unstable, times = [], [], list[str](), dict[str, list[str]]()
     for (model, rung), run in {(run.model, run.size): run for run in largest}.items():
@@ -119,11 +138,15 @@ def _predictions(
         "trained",
         "predicted minus trained",
     ]
+    if not cells:
+        return Section(title, header, [], f"No prediction.{without_fit or ' No smaller run is complete.'}")
     note = f"Predicted loss: the mean of two fits to the sizes below {ladder.largest}, one with exponents a and b that are common"
-    note += f" to all models and one with the model's own. {_INTERVAL}{problems}"
+    note += f" to all models and one with the model's own. {_INTERVAL}{without_fit}{repeated}"
     for time, labels in times.items():
         note += f" {', '.join(labels)}: " + (
-            f"stored at {time} UTC, before a run of {ladder.largest} was complete." if time else "not stored."
+            f"stored at {time} UTC, before a run of {ladder.largest} was complete."
+            if time
+            else "not stored, but computed from the smaller runs that are complete now."
         )
     if errors:
         near = sum(error <= _NEAR for error in errors)
@@ -132,7 +155,7 @@ def _predictions(
         )
     if unstable:
         note += f" Not counted, since a run was unstable: {', '.join(unstable)}."
-    return Section(f"Prediction of {ladder.largest}", header, cells, note)
+    return Section(title, header, cells, note)
 
 
 def _repeated(comparison: Comparison, largest: Sequence[Run]) -> str:
@@ -147,8 +170,11 @@ def _repeated(comparison: Comparison, largest: Sequence[Run]) -> str:
     )
 
 
-def _constants(fits: Mapping[str, ScalingFit], problems: str, results: Sequence[Result]) -> Section:
-    labels = {result.run.model: result.run.label for result in results}
+def _constants(fits: Mapping[str, ScalingFit], labels: Mapping[str, str], without_fit: str) -> Section:
+    """Return the constants of every fit. without_fit: sentences of `_without_fit`."""
+    title, header = "Fit of all sizes", ["model", "runs", "N0", "D0", "E", "A", "a", "B", "b"]
+    if not fits:
+        return Section(title, header, [], without_fit.strip())
     rows = []
     for model, fit in fits.items():
         cells = ("{:.3f} [{:.3f}, {:.3f}]".format(*fit.interval(index)) for index in (0, 1, 3, 2, 4))
@@ -157,7 +183,12 @@ def _constants(fits: Mapping[str, ScalingFit], problems: str, results: Sequence[
     note += _INTERVAL
     if any(fit.interval(0)[1] < _NEAR for fit in fits.values()):
         note += " Where the interval of E begins at 0, the runs do not tell E from the other terms."
-    return Section("Fit of all sizes", ["model", "runs", "N0", "D0", "E", "A", "a", "B", "b"], rows, note + problems)
+    lowest, highest = EXPONENT_BOUNDS
+    exponents = [fit.interval(index)[1:] for fit in fits.values() for index in (3, 4)]
+    if any(low <= lowest or high >= highest for low, high in exponents):
+        note += f" Exponents are fitted between {lowest:g} and {highest:g}. Where an interval reaches a bound, the runs do not "
+        note += "determine the exponent."
+    return Section(title, header, rows, note + without_fit)
 
 
 def _largest(

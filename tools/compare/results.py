@@ -197,7 +197,7 @@ def plan_table(runs: Sequence[Run], *, plain: bool = False) -> str:
                 f"{model.mlp_width:,}",
                 f"{run.parameters:,}",
                 f"{run.body:,}",
-                f"{tokens / 1e6:,.1f} M",
+                f"{tokens:,}",
                 ", ".join(str(other.seed) for other in seeds),
             ]
         )

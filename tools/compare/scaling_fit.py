@@ -13,12 +13,15 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 from scipy.stats import norm, t
 
-UNKNOWNS = 5
+from megatron_lite.plural import counted
+
+_UNKNOWNS = 5
 # Of log L. With the paper's 1e-3, a fit of about ten runs passes through five of them exactly.
 _HUBER = 1e-2
 _EXPONENTS = (0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # starts of a and b
 _LOWEST = -12.0  # of the logarithm of a term, far below the noise of a loss
-_BOUNDS = ([_LOWEST, _LOWEST, _LOWEST, 0.01, 0.01], [3.0, 3.0, 3.0, 2.0, 2.0])
+EXPONENT_BOUNDS = (0.01, 2.0)
+_BOUNDS = tuple([scale] * 3 + [exponent] * 2 for scale, exponent in zip((_LOWEST, 3.0), EXPONENT_BOUNDS, strict=True))
 _ITERATIONS = 300
 # Parameters, tokens and losses of runs.
 Points = tuple[ArrayLike, ArrayLike, ArrayLike]
@@ -104,10 +107,11 @@ def _check_points(name: str, N: NDArray[np.float64], D: NDArray[np.float64], L: 
     # Sizes and token counts within 2 % are the same rung of a ladder.
     sizes, counts = _distinct(N), _distinct(D)
     points = len({(round(np.log(n) * 40), round(np.log(d) * 40)) for n, d in zip(N, D, strict=True)})
-    if points <= UNKNOWNS or sizes < 3 or counts < 3:
+    if points <= _UNKNOWNS or sizes < 3 or counts < 3:
         raise ValueError(
-            f"{name}: {points} different points, {sizes} sizes, {counts} token counts; E, A, a, B and b are {UNKNOWNS} unknowns,"
-            f" so at least {UNKNOWNS + 1} points, 3 sizes and 3 token counts are needed. Train more rungs"
+            f"{name}: {counted(points, 'different point')}, {counted(sizes, 'size')}, {counted(counts, 'token count')}; E, A, a, "
+            f"B and b are {_UNKNOWNS} unknowns, so at least {_UNKNOWNS + 1} points, 3 sizes and 3 token counts are needed. Train "
+            "more rungs"
         )
 
 

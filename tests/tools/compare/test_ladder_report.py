@@ -80,7 +80,7 @@ def test_report_compares_predicted_and_trained_losses(tmp_path: Path) -> None:
     assert f"{loss:.4f} [{loss:.4f}, {loss:.4f}]" in predicted
     assert predicted.rstrip(" |").endswith(("+0.0000", "-0.0000"))
     # Without the largest size the second model has two sizes only.
-    assert "No fit of metala: 6 different points, 2 sizes, 4 token counts" in document
+    assert "No fit of Metala: 6 different points, 2 sizes, 4 token counts" in document
     fit = next(line for line in document.splitlines() if line.startswith("| Softmax |    9 |"))
     assert [cell.strip() for cell in fit.split("|")[3:6]] == ["10.8", "185.2", "1.690 [1.690, 1.690]"]
     assert "Within 0.01 nats: 1 of 1; mean absolute difference 0.0000." in document
@@ -198,7 +198,46 @@ def test_largest_size_is_predicted_before_it_is_trained(tmp_path: Path) -> None:
     assert "Not measured. `--positions` measures runs that have a checkpoint." in document
     assert "20m-20x: 20 M parameters without embeddings, 400 M tokens." in document
     assert "Within 0.01 nats" not in document
-    assert "Softmax: not stored." in document
+    assert "Softmax: not stored, but computed from the smaller runs that are complete now." in document
+
+
+def test_report_without_a_fit_says_why(tmp_path: Path) -> None:
+    planned, runs, results = ladder_results(tmp_path)
+
+    def sections(size: str) -> dict[str, str]:
+        some = [result for result in results if result.run.size == size]
+        written = write_ladder(planned, planned.ladder, runs, some, rows_of(some))[0]
+        assert not any(section.rows for section in written[-3:-1])
+        return {section.title: section.note for section in written}
+
+    reason = "No fit of Softmax, Metala: 1 different point, 1 size, 1 token count; E, A, a, B and b are 5 unknowns, so at least 6"
+    notes = sections("40m-10x")
+    assert notes["Prediction of 40m"] == "No prediction. No smaller run is complete."
+    assert notes["Fit of all sizes"].startswith(reason)
+    assert notes["Which mixer for which purpose, at 40m-10x"].endswith(
+        "No rung has two mixers with several complete seeds, so the noise of a difference is unknown."
+    )
+    assert sections("5m-10x")["Prediction of 40m"].startswith(f"No prediction. {reason}")
+    some = [result for result in results if result.run.model == "softmax" or result.run.size == "5m-10x"]
+    fits = write_ladder(planned, planned.ladder, runs, some, rows_of(some))[0][-2]
+    assert [row[0] for row in fits.rows] == ["Softmax"]
+    assert " No fit of Metala: 1 different point, " in fits.note
+
+
+def test_exponents_that_the_runs_do_not_determine_are_named(tmp_path: Path) -> None:
+    """Take losses that do not depend on the tokens."""
+    planned, runs, results = ladder_results(tmp_path)
+
+    def note() -> str:
+        written = write_ladder(planned, planned.ladder, runs, results, rows_of(results))[0]
+        return next(section.note for section in written if section.title == "Fit of all sizes")
+
+    sentence = "Where an interval reaches a bound, the runs do not determine the exponent."
+    assert sentence not in note()
+    for number, result in enumerate(results):
+        assert result.final is not None
+        result.final["loss"] = law(result.run.body, 1e30) + 0.01 * (number % 3)
+    assert f" Exponents are fitted between 0.01 and 2. {sentence}" in note()
 
 
 def test_the_mean_of_both_fits_is_the_prediction(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel, count_parameters
 from tools.compare.__main__ import all_runs, main
 from tools.compare.match_parameters import equal_width
+from tools.compare.results import plan_table
 from tools.compare.spec import Comparison, Run, differing_keys, plan_runs, read_comparison
 
 ROOT = Path(__file__).parents[3]
@@ -68,6 +69,11 @@ def test_plan_has_each_model_size_and_seed_once() -> None:
     assert [run.name for run in plan_runs(comparison(), models=["metala"], sizes=["m"], seeds=[7])] == [
         "metala-m-seed7"
     ]
+
+
+def test_plan_table_counts_the_tokens_of_small_runs() -> None:
+    table = plan_table(plan_runs(comparison(), models=["metala"], sizes=["s"]), plain=True)
+    assert table.splitlines()[-1].split()[-3:] == ["256", "1,", "2"]  # 4 steps of 2 rows of 32 tokens
 
 
 def test_duplicate_seed_is_one_run() -> None:

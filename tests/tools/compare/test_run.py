@@ -363,7 +363,7 @@ def test_the_plan_trains_nothing(place: Path, monkeypatch, capsys) -> None:
     output = capsys.readouterr().out
     assert "Two tiny models: 8 runs in runs/planned\n" in output
     for run in plan_runs(read_comparison(Path("tiny.yml"))):
-        cells = [run.label, run.size, f"{run.parameters:,}", f"{run.body:,}", "3.2 M", "1, 2"]
+        cells = [run.label, run.size, f"{run.parameters:,}", f"{run.body:,}", "3,200,000", "1, 2"]
         assert any(set(cells) <= set(re.split(" {2,}", line)) for line in output.splitlines()), cells
     assert not Path("runs/planned").exists()
     monkeypatch.setattr("tools.reporting.tables.terminal_width", lambda: 60)

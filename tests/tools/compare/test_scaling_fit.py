@@ -129,6 +129,10 @@ def test_common_exponents_of_exact_points_are_recovered() -> None:
         ),
         (slice(0, 6), "MetaLA: 6 different points, 2 sizes, 4 token counts"),
         ([], "MetaLA: 0 different points, 0 sizes, 0 token counts"),
+        (
+            [0],
+            "MetaLA: 1 different point, 1 size, 1 token count; E, A, a, B and b are 5 unknowns, so at least 6 points, 3 sizes",
+        ),
         ([0, 1, 3, 6, 7], "MetaLA: 5 different points, 3 sizes, 4 token counts"),
         ([0, 0, 0, 0, 3, 6], "MetaLA: 3 different points, 3 sizes, 3 token counts"),
     ],
