@@ -126,7 +126,7 @@ def rates_table(comparison: Comparison) -> Section:
         return Section(
             RATES_TITLE, [], [], "The rates are those of `sizes` in the file, not tuned. `--tune` tries others first."
         )
-    ladder, _ = _sections(comparison)
+    ladder, tuning = _sections(comparison)
     saved = _saved(comparison)
     losses: Losses = saved["losses"]
     rows = []
@@ -143,10 +143,30 @@ def rates_table(comparison: Comparison) -> Section:
     note += "fewest tokens per parameter." + _worse_than_own(losses, saved["factor"], labels)
     rates = ", ".join(f"{size} {_rate(comparison, size):.3g}" for size in ladder.parameters)
     note += f" Rates: {rates}."
-    tried = [float(factor) for factor in next(iter(losses.values()))]
-    if saved["factor"] in (min(tried), max(tried)):
-        note += " The best factor is at the end of the grid: add factors to `ladder.tuning`."
+    note += _remedies(losses, saved["factor"])
+    if _tried(losses) != (set(tuning.sizes), set(tuning.models), {float(f"{factor:g}") for factor in tuning.factors}):
+        note += " `ladder.tuning` has other sizes, models or factors now: give `--tune` again."
     return Section(RATES_TITLE, ["size", "learning rate", "mean loss", *labels, ""], rows, note)
+
+
+def _remedies(losses: Losses, best: float) -> str:
+    """Return a sentence if the best factor is at an end of the grid, and one if the sizes have different best factors."""
+    _, _, factors = _tried(losses)
+    note = ""
+    for end, side in ((min(factors), "lower"), (max(factors), "higher")):
+        if best == end:
+            note += f" The best factor is at the {side} end of the grid: add a {side} one to `ladder.tuning.factors`."
+    of_sizes = {size: min(of_size, key=lambda factor: _mean(of_size[factor])) for size, of_size in losses.items()}
+    if len(set(of_sizes.values())) > 1:
+        words = ", ".join(f"{size} {factor}" for size, factor in of_sizes.items())
+        note += f" The sizes alone have different best factors ({words}): add a larger size to `ladder.tuning.sizes`."
+    return note
+
+
+def _tried(losses: Losses) -> tuple[set[str], set[str], set[float]]:
+    """Return the sizes, models and factors that were tried."""
+    factors = next(iter(losses.values()))
+    return set(losses), set(next(iter(factors.values()))), {float(factor) for factor in factors}
 
 
 def _worse_than_own(losses: Losses, best: float, labels: Sequence[str]) -> str:

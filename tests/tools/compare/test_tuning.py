@@ -44,7 +44,7 @@ def test_tuned_rates_become_those_of_every_size(tmp_path: Path, monkeypatch) -> 
         ["s", "0.002", "2.5000", "2.5000", "chosen"],
     ]
     assert table.note.endswith(
-        " Rates: s 0.002, m 0.001. The best factor is at the end of the grid: add factors to `ladder.tuning`."
+        " Rates: s 0.002, m 0.001. The best factor is at the higher end of the grid: add a higher one to `ladder.tuning.factors`."
     )
     tuned = plan_runs(with_tuned_rates(planned), models=["metala"], seeds=[1])
     assert {run.size: run.config.optimizer.lr for run in tuned} == {"s-1x": 2e-3, "s-2x": 2e-3, "m-1x": 1e-3}
@@ -111,20 +111,53 @@ def test_one_factor_is_chosen_for_all_sizes(tmp_path: Path, monkeypatch) -> None
     assert json.loads((planned.folder / FILE).read_text())["factor"] == 2.0
 
 
-@pytest.mark.parametrize(
-    ("factors", "measured", "best"), [([1 / 3, 2], ("0.333333", "2"), 0.333333), ([1, 2, 4], ("1", "2"), 2)]
-)
-def test_end_of_the_grid_is_that_of_the_measured_factors(
-    tmp_path: Path, monkeypatch, factors: list[float], measured: tuple[str, str], best: float
-) -> None:
+def note_of(tmp_path: Path, monkeypatch, tuning: dict[str, Any], best: float, losses: dict[str, Any]) -> str:
+    """Return the note below the rates of a ladder, whose section is `tuning` now."""
+    tmp_path.mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    tuning = {"sizes": ["s"], "models": ["metala"], "factors": factors}
     sizes = {"s": {"optimizer": {"lr": 1e-3}}, "m": {"optimizer": {"lr": 5e-4}}}
     planned = laddered(tuning=tuning).model_copy(update={"sizes": sizes})
     planned.folder.mkdir(parents=True)
-    losses = {factor: {"metala": abs(float(factor) - best)} for factor in measured}
-    (planned.folder / FILE).write_text(json.dumps({"factor": best, "losses": {"s": losses}}))
-    assert "The best factor is at the end of the grid" in rates_table(with_tuned_rates(planned)).note
+    (planned.folder / FILE).write_text(json.dumps({"factor": best, "losses": losses}))
+    return rates_table(with_tuned_rates(planned)).note
+
+
+@pytest.mark.parametrize(
+    ("factors", "measured", "best", "end"),
+    [
+        ([1 / 3, 2], ("0.333333", "2"), 0.333333, "lower"),
+        ([1, 2, 4], ("1", "2"), 2, "higher"),
+        ([1, 2, 4], ("4", "1", "2"), 2, ""),
+    ],
+)
+def test_end_of_the_grid_is_that_of_the_measured_factors(
+    tmp_path: Path, monkeypatch, factors: list[float], measured: tuple[str, ...], best: float, end: str
+) -> None:
+    tuning = {"sizes": ["s"], "models": ["metala"], "factors": factors}
+    losses = {"s": {factor: {"metala": abs(float(factor) - best)} for factor in measured}}
+    note = note_of(tmp_path, monkeypatch, tuning, best, losses)
+    sentence = f" The best factor is at the {end} end of the grid: add a {end} one to `ladder.tuning.factors`."
+    assert sentence in note if end else "grid" not in note
+    assert ("other sizes, models or factors" in note) is (len(measured) < len(factors))
+
+
+def test_sizes_with_different_best_factors_ask_for_a_larger_size(tmp_path: Path, monkeypatch) -> None:
+    tuning = {"sizes": ["s", "m"], "models": ["metala"], "factors": [0.5, 1]}
+    losses = {"s": {"0.5": {"metala": 3.2}, "1": {"metala": 3.0}}, "m": {"0.5": {"metala": 2.8}, "1": {"metala": 2.9}}}
+    sentence = " The sizes alone have different best factors (s 1, m 0.5): add a larger size to `ladder.tuning.sizes`."
+    assert sentence in note_of(tmp_path / "a", monkeypatch, tuning, 1, losses)
+    losses["m"]["1"]["metala"] = 2.7
+    assert "sizes alone" not in note_of(tmp_path / "b", monkeypatch, tuning, 1, losses)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"sizes": ["s", "m"]}, {"models": ["metala", "retnet"]}, {"factors": [1, 2, 4]}]
+)
+def test_a_section_that_changed_after_the_tuning_is_named(tmp_path: Path, monkeypatch, changes: dict[str, Any]) -> None:
+    tuning = {"sizes": ["s"], "models": ["metala"], "factors": [1, 2], **changes}
+    losses = {"s": {"1": {"metala": 3.0}, "2": {"metala": 3.1}}}
+    sentence = "`ladder.tuning` has other sizes, models or factors now: give `--tune` again."
+    assert (sentence in note_of(tmp_path, monkeypatch, tuning, 1, losses)) is bool(changes)
 
 
 def test_one_rate_with_several_factors_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
