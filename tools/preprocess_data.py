@@ -23,7 +23,7 @@ from data.preprocessing.filters import Filters
 from data.preprocessing.pipeline import finished, preprocess
 from data.tokenizer import merges_of
 from megatron_lite.plural import counted
-from tools.cli.arguments import command, command_line, from_zero, interrupted, positive, share, words
+from tools.cli.arguments import above_zero, command, command_line, from_zero, interrupted, positive, share, words
 
 # Names of tokenizer types, including those of GPT-NeoX and Megatron-LM.
 TOKENIZER_TYPES = {
@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--deduplicate", action="store_true", help="skip documents whose text equals an earlier one")
     add(
         "--near-duplicates",
-        type=float,
+        type=above_zero,
         metavar="SHARE",
         help="skip documents whose word n-grams have this Jaccard similarity (0.3 to 0.98, usually 0.8) with those of an "
         "earlier one: MinHash and locality-sensitive hashing",

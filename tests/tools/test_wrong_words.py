@@ -124,6 +124,10 @@ CASES = {
         ),
         ("TEXT", r"README\.md:\d+: YAML syntax"),
         (
+            "configs/experiments/ladder_cpu.yml --page FILE/page.md --report",
+            r"--page .*page\.md: cannot be written \(Not a directory",
+        ),
+        (
             "configs/experiments/compare_lm.yml --models nosuch --dry-run",
             "--models nosuch is not in the comparison; allowed are",
         ),
@@ -227,6 +231,10 @@ CASES = {
         ),
         ("--input TEXT --tokenizer-type bytes --output-prefix OUT --max-broken -1", "--max-broken: -1: a whole number"),
         ("--input TEXT --tokenizer-type bytes --output-prefix FILE/out", "Not a directory; give a folder"),
+        (
+            "--input TEXT --tokenizer-type bytes --output-prefix OUT --near-duplicates x",
+            "--near-duplicates: x: a number above 0 is",
+        ),
     ],
     "tools.retrieval_text": [
         (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.plural import counted
-from tools.cli.arguments import above_zero, command, command_line, numbers, positive, words
+from tools.cli.arguments import above_zero, check_writable, command, command_line, numbers, positive, words
 
 if TYPE_CHECKING:
     from tools.compare.spec import Comparison, Run
@@ -42,11 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     from tools.compare.launcher import check_existing_runs
     from tools.compare.spec import NAME, plan_runs, read_comparison
-    from tools.compare.tuning import check_rates, tuning_comparison, with_tuned_rates
+    from tools.compare.tuning import FILE, check_rates, tuning_comparison, with_tuned_rates
 
     comparison = read_comparison(options.file)
     if options.page is not None and comparison.ladder is None:
         raise ValueError(f"--page {options.page}: {options.file} has no section `ladder`, whose results the page shows")
+    if options.page is not None:
+        check_writable(options.page, "--page")
     changes: dict[str, Any] = {"name": options.name, "data": options.data, "workers": options.workers}
     changes["time_budget_minutes"] = options.minutes
     if options.name is not None and not re.fullmatch(NAME, options.name):
@@ -69,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         return 0
     every = all_runs(comparison, runs, options)
-    check_existing_runs(every)
+    rates_file = comparison.folder / FILE
+    check_existing_runs(every, rates_file if rates_file.is_file() else None)
     if options.check:
         _prepare(of_file, runs)
         print(f"The text is ready for all runs. To train on another machine, copy {of_file.folder} and the text there.")

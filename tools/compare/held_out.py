@@ -10,6 +10,7 @@ from typing import Any
 from data.atomic_io import read_json, write_text
 from data.manifest import read_manifest
 from data.preprocessing.contamination import document_texts, shared_documents
+from megatron_lite.plural import counted
 from tools.compare.rungs import Ladder
 from tools.compare.spec import Comparison, Run
 from tools.loading.token_data import PreparedData, prepared_data
@@ -45,9 +46,10 @@ def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) 
     for prefix in held_out:
         if shared := shared_documents(prefix, data.train, share=ladder.max_overlap):
             raise ValueError(
-                f"{prefix} shares {len(shared):,} documents with the training text (equal ones, or with {ladder.max_overlap:.0%} "
-                f"or more of their 13-word n-grams): {'; '.join(map(str, shared[:5]))}. Remove them from one of the sets, or "
-                "raise ladder.max_overlap; python -m tools.inspect_data --trained-on names all of them"
+                f"{prefix} shares {counted(len(shared), 'document')} with the training text (equal ones, or with "
+                f"{ladder.max_overlap:.0%} or more of their 13-word n-grams): {'; '.join(map(str, shared[:5]))}. Remove them "
+                f"from one of the sets, or raise ladder.max_overlap. To list all: python -m tools.inspect_data {prefix} "
+                f"--trained-on {' '.join(data.train)} --overlap {ladder.max_overlap:g}"
             )
     # A masked model does not predict every byte.
     compressors = compressed_bits_per_byte(_validation_text(data)) if runs[0].causal else {}

@@ -43,13 +43,21 @@ class Outcome:
     stopped: str = ""
 
 
-def check_existing_runs(runs: Sequence[Run]) -> None:
-    """Raise ValueError if a run was started with other values, or trained beyond the comparison's last step."""
+def check_existing_runs(runs: Sequence[Run], rates_file: Path | None = None) -> None:
+    """Raise ValueError if a run was started with other values, or trained beyond the comparison's last step.
+
+    rates_file: the file that sets the learning rates; None for those of the comparison's file.
+    """
     remedy = "Give the comparison another --name, or remove the folder"
     for run in runs:
         begun = run.complete or (run.folder / FILE_NAME).is_file()
         if begun and run.file.is_file() and (differing := differing_keys(run)):
-            raise ValueError(f"{run.folder} was started with other values ({'; '.join(differing[:3])}). {remedy}")
+            source = ""
+            if rates_file is not None and any(key.startswith("optimizer.lr:") for key in differing):
+                source = f". {rates_file} sets the rates since --tune"
+            raise ValueError(
+                f"{run.folder} was started with other values ({'; '.join(differing[:3])}){source}. {remedy}"
+            )
         if (done := steps_done(run)) > (steps := run.config.schedule.train_steps):
             raise ValueError(f"{run.folder} was trained to step {done}, but the comparison ends at {steps}. {remedy}")
 

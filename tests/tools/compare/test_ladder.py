@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from data.preprocessing.pipeline import preprocess
 from megatron_lite.config.data_schema import DataConfig
 from tests.data.inline_pool import Inline
 from tests.tools.compare.test_plan import EXPERIMENTS, comparison
+from tools import inspect_data
 from tools.compare import held_out
 from tools.compare.__main__ import main
 from tools.compare.held_out import check_held_out, compressors_of, training_tokens_of
@@ -241,14 +243,18 @@ def text(tmp_path, monkeypatch) -> Any:
     return write
 
 
-def test_held_out_text_that_training_holds_is_refused(text, monkeypatch) -> None:
+def test_held_out_text_that_training_holds_is_refused(text, monkeypatch, capsys) -> None:
     planned = laddered()
     ladder = planned.ladder
     runs = text(["a b c " * 100, "shared by both"], ["something else", "shared by both"])
     with pytest.raises(
-        ValueError, match=r"shares 1 documents with .*document 1 \(.*'shared by both'\): equals a training"
-    ):
+        ValueError, match=r"shares 1 document with .*document 1 \(.*'shared by both'\): equals a training"
+    ) as caught:
         check_held_out(planned, ladder, runs)
+    command = shlex.split(str(caught.value).partition("To list all: python -m tools.inspect_data ")[2])
+    capsys.readouterr()
+    assert inspect_data.main(command) == 1
+    assert "documents in the training text: 1 of 2, 1 equal and 0 with at least 90%" in capsys.readouterr().out
     runs = text(["a b c " * 100], ["something else " * 50])
     check_held_out(planned, ladder, runs)
     assert 0 < compressors_of(planned)["xz -9"] < 2

@@ -230,7 +230,16 @@ def test_other_runs_with_another_recipe_are_refused(place: Path, monkeypatch, ca
     write_text(run.file, run.text)
     write_text(run.folder / "summary.json", "{}")
     assert main(["tiny.yml", "--name", "mixed", "--models", "softmax", "--report"]) == 2
-    assert f"{run.folder} was started with other values (optimizer.lr: 0.5 in the file" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"{run.folder} was started with other values (optimizer.lr: 0.5 in the file" in message
+    assert "--tune" not in message
+    # The file of --tune may have set the rate.
+    write_text(run.folder.parent / "learning_rates.json", "{}")
+    assert main(["tiny.yml", "--name", "mixed", "--models", "softmax", "--report"]) == 2
+    source = "0.01 now). runs/mixed/learning_rates.json sets the rates since --tune. Give the comparison another --name"
+    assert source in capsys.readouterr().err
+    assert main(["tiny.yml", "--name", "mixed", "--report", "optimizer.lr=0.5", "optimizer.weight_decay=0.3"]) == 2
+    assert "--tune" not in capsys.readouterr().err
 
 
 def test_diverged_run_fails_alone(place: Path, monkeypatch, capsys) -> None:
