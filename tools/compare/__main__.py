@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"--name {options.name}: letters, digits, '.', '_', '+' and '-' are allowed; the first must be a letter or digit"
         )
-    of_file = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
-    comparison = tuning_comparison(of_file) if options.tune else with_tuned_rates(of_file)
+    file_comparison = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    comparison = tuning_comparison(file_comparison) if options.tune else with_tuned_rates(file_comparison)
     runs = plan_runs(
         comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
     )
@@ -70,28 +70,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(_plan_text(comparison, runs))
     if options.dry_run:
         return 0
-    every = all_runs(comparison, runs, options)
+    shown = shown_runs(comparison, runs, options)
     rates_file = comparison.folder / FILE
-    check_existing_runs(every, rates_file if rates_file.is_file() else None)
+    check_existing_runs(shown, rates_file if rates_file.is_file() else None)
     if options.check:
-        _prepare(of_file, runs)
-        print(f"The text is ready for all runs. To train on another machine, copy {of_file.folder} and the text there.")
+        _prepare(file_comparison, runs)
+        print(
+            f"The text is ready for all runs. To train on another machine, copy {file_comparison.folder} and the text there."
+        )
         return 0
     trained = options.report or all(run.complete for run in runs)
-    failed = {} if trained else _train(comparison, of_file, runs, every, options)
+    failed = {} if trained else _train(comparison, file_comparison, runs, shown, options)
     if options.report and not any(run.complete for run in runs):
         print("no run is complete yet: run the same command without --report", file=sys.stderr)
     if options.tune:
-        return _report_rates(of_file, every, failed)
+        return _report_rates(file_comparison, shown, failed)
     if options.positions or options.recall:
         _measure(comparison, runs, options)
-    write_results(comparison, every, options.file, options.page)
+    write_results(comparison, shown, options.file, options.page)
     for name, text in failed.items():
         print(f"\n{name} failed:\n{text}", file=sys.stderr)
     return 0 if all(run.complete for run in runs) else 1
 
 
-def all_runs(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> list[Run]:
+def shown_runs(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> list[Run]:
     """Return the runs that the results show: with --models, --sizes or --seeds also those that were not selected.
 
     With overrides or --data only the selected runs are returned, because the others may have been trained without them. --tune
@@ -181,27 +183,31 @@ def _prepare(comparison: Comparison, runs: Sequence[Run]) -> None:
         check_held_out(comparison, comparison.ladder, runs)
 
 
-def _report_rates(of_file: Comparison, runs: Sequence[Run], failed: Mapping[str, str]) -> int:
+def _report_rates(file_comparison: Comparison, runs: Sequence[Run], failed: Mapping[str, str]) -> int:
     """Print the table of learning rates. Return 1 while a run is neither complete nor failed.
 
-    of_file: the ladder. runs: those of its rates.
+    file_comparison: the ladder. runs: those of its rates.
     """
     from tools.compare.ladder_report import markdown
     from tools.compare.results import progress_note
     from tools.compare.tuning import FILE, write_rates
 
-    table = write_rates(of_file, runs, failed)
-    print(progress_note(runs) if table is None else f"\n{markdown([table])}\n{of_file.folder / FILE}")
+    table = write_rates(file_comparison, runs, failed)
+    print(progress_note(runs) if table is None else f"\n{markdown([table])}\n{file_comparison.folder / FILE}")
     return 1 if table is None else 0
 
 
 def _train(
-    comparison: Comparison, of_file: Comparison, runs: Sequence[Run], every: Sequence[Run], options: argparse.Namespace
+    comparison: Comparison,
+    file_comparison: Comparison,
+    runs: Sequence[Run],
+    shown: Sequence[Run],
+    options: argparse.Namespace,
 ) -> dict[str, str]:
     """Train the runs. Return the reason per failed run.
 
-    comparison: of the runs. of_file: the comparison of the file, in whose folder the check of the text is stored. With --tune
-    the runs are those of the learning rates, and both differ. every: `all_runs`.
+    comparison: of the runs; with --tune that of the learning rates. file_comparison: that of the file, in whose folder the check
+    of the text is stored. shown: from `shown_runs`.
     """
     from tools.compare.ladder_predictions import store_predictions
     from tools.compare.launcher import run_all
@@ -213,10 +219,10 @@ def _train(
 
     def after_run(failed: Collection[str]) -> None:
         if comparison.ladder is not None and not options.tune:
-            store_predictions(comparison, comparison.ladder, runs, failed, every)
+            store_predictions(comparison, comparison.ladder, runs, failed, shown)
 
     devices = _devices(options.devices or comparison.devices)
-    _prepare(of_file, runs)
+    _prepare(file_comparison, runs)
     # `workers` of the file is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
     workers = 1 if devices == ["cpu"] and options.workers is None else comparison.workers
     with recorded_launch(comparison.folder, devices, workers):
@@ -241,7 +247,10 @@ def _measure(comparison: Comparison, runs: Sequence[Run], options: argparse.Name
 
     device = "cpu" if _devices(options.devices or comparison.devices) == ["cpu"] else "cuda"
     if options.positions:
-        largest = max(runs, key=lambda run: list(comparison.rungs()).index(run.size)).size
+        rungs = list(comparison.rungs())
+        # The models of a rung differ a little in size. Other sizes stand in any order in the file.
+        ordered = comparison.ladder is not None
+        largest = max(runs, key=lambda run: rungs.index(run.size) if ordered else run.body).size
         measure_positions([run for run in runs if run.size == largest], device)
     if options.recall:
         measure_recall(runs, device)
@@ -251,9 +260,9 @@ def _plan_text(comparison: Comparison, runs: Sequence[Run]) -> str:
     from tools.compare.results import plan_table
 
     complete = sum(run.complete for run in runs)
-    words = f"{counted(len(runs), 'run')} in {comparison.folder}"
-    words += f", {complete} of them complete" if complete else ""
-    return f"{comparison.title}: {words}\n\n{plan_table(runs, plain=True)}"
+    text = f"{counted(len(runs), 'run')} in {comparison.folder}"
+    text += f", {complete} of them complete" if complete else ""
+    return f"{comparison.title}: {text}\n\n{plan_table(runs, plain=True)}"
 
 
 def _devices(requested: Sequence[int | str] | None) -> list[str]:

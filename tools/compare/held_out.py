@@ -32,7 +32,7 @@ def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) 
         if tokens > ladder.max_passes * data.train_tokens:
             raise ValueError(
                 f"{run.name}: {tokens:,} tokens / {data.train_tokens:,} training tokens = "
-                f"{tokens / data.train_tokens:.1f} passes over the text; ladder.max_passes = {ladder.max_passes:g} is allowed. "
+                f"{tokens / data.train_tokens:.3g} passes over the text; ladder.max_passes = {ladder.max_passes:g} is allowed. "
                 "Add text, or lower ladder.tokens_per_parameter"
             )
     held_out = [prefix for prefix in (data.validation, data.test) if prefix is not None]

@@ -14,6 +14,7 @@ from tools.compare.results import FEW_RUNS, Row
 from tools.compare.spec import Run
 from tools.reporting.runs_page import Section
 
+_HEADER = ["purpose", "mixer", "as good within the noise", "loss", "next mixer", "difference ± standard error"]
 # Names of equally good mixers in a cell.
 _SHOWN = 3
 
@@ -72,9 +73,6 @@ def choices(rung: str, rows: Sequence[Row], runs: Sequence[Run], noise: Noise, l
         )
         note += f"losses, for all purposes. It comes from {noise.source}."
     return Section(f"Which mixer for which purpose, at {rung}", _HEADER, cells, note, text_columns=3)
-
-
-_HEADER = ["purpose", "mixer", "as good within the noise", "loss", "next mixer", "difference ± standard error"]
 
 
 def _grows(model: ModelConfig) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from data.atomic_io import write_text
+from megatron_lite.plural import counted
 
 FILE = "launches.jsonl"
 _ROOT = Path(__file__).parents[2]
@@ -82,12 +83,13 @@ def launch_note(folder: Path) -> str:
         return f"{machine()}; {date.today().isoformat()}."
     machines, commits = (dict.fromkeys(filter(None, (line[key] for line in lines))) for key in ("machine", "commit"))
     note = f"{'; '.join(machines)}; {lines[-1]['date']}; commit {', '.join(commits) or 'unknown'}; "
-    note += f"{sum(line['seconds'] for line in lines):,.0f} s in {len(lines)} launch{'es' if len(lines) > 1 else ''}"
+    note += f"{sum(line['seconds'] for line in lines):,.0f} s in {counted(len(lines), 'launch', 'launches')}"
     if sampled := [line for line in lines if line["busy"] is not None]:
         seconds = sum(line["seconds"] for line in sampled)
         busy = sum(line["seconds"] * line["busy"] for line in sampled) / max(seconds, 1e-9)
-        workers = " or ".join(map(str, sorted({line["workers"] for line in sampled})))
-        note += f"; kernels ran in {busy:.0%} of the GPU's time, {workers} runs at once per GPU"
+        *fewer, most = sorted({line["workers"] for line in sampled})
+        workers = " or ".join([*map(str, fewer), counted(most, "run")])
+        note += f"; kernels ran in {busy:.0%} of the GPU's time, {workers} at once per GPU"
     return note + "."
 
 

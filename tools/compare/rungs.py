@@ -81,9 +81,10 @@ class Ladder(BaseModel):
         return self
 
     def rungs(self) -> dict[str, tuple[str, float]]:
-        """Return rung name -> (size, tokens per parameter), smallest size first."""
+        """Return rung name -> (size, tokens per parameter), the smallest size and its fewest tokens first."""
         ordered = sorted(self.parameters, key=lambda size: self.parameters[size])
-        return {f"{size}-{ratio:g}x": (size, ratio) for size in ordered for ratio in self.tokens_per_parameter[size]}
+        ratios = self.tokens_per_parameter
+        return {f"{size}-{ratio:g}x": (size, ratio) for size in ordered for ratio in sorted(ratios[size])}
 
     @property
     def largest(self) -> str:

@@ -121,6 +121,19 @@ def test_the_masked_ladder_has_bidirectional_models_of_equal_parameters(tmp_path
         assert f"{option} measures causal language models, " in capsys.readouterr().err
 
 
+def test_positions_are_measured_at_the_largest_size_in_any_order_of_the_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    planned = comparison(sizes={"l": {"model": {"hidden_size": 128}}, "s": {}})
+    (tmp_path / "two.yml").write_text(yaml.safe_dump(json.loads(planned.model_dump_json())))
+    for run in plan_runs(planned):
+        write_text(run.file, run.text)
+        write_text(run.folder / "summary.json", "{}")
+    measured: list[str] = []
+    monkeypatch.setattr(held_out, "measure_positions", lambda runs, _: measured.extend(run.name for run in runs))
+    assert main(["two.yml", "--positions", "--report", "--seeds", "1", "--devices", "cpu"]) == 0
+    assert measured == ["metala-l-seed1", "retnet-l-seed1"]
+
+
 def test_a_complete_run_with_a_checkpoint_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = plan_runs(laddered())[0]
@@ -146,6 +159,7 @@ def test_rungs_have_their_own_seeds_and_one_width_per_size() -> None:
     ]
     widths = {(run.model, run.size.split("-")[0]): run.config.model.mlp_width for run in runs}
     assert all(run.config.model.mlp_width == widths[run.model, run.size.split("-")[0]] for run in runs)
+    assert list(laddered(tokens_per_parameter={"s": [4, 1, 2], "m": [1]}).rungs()) == ["s-1x", "s-2x", "s-4x", "m-1x"]
     steps = {run.size: run.config.schedule.train_steps for run in runs}
     assert steps["s-2x"] == 2 * steps["s-1x"] == 2 * round(80_000 / 64)
 
@@ -266,6 +280,9 @@ def test_held_out_text_that_training_holds_is_refused(text, monkeypatch, capsys)
         ValueError, match=r"3,840 tokens / 600 training tokens = 6\.4 passes .*max_passes = 4 is allowed"
     ):
         check_held_out(planned, ladder, runs)
+    runs[0].config.schedule.train_steps = 1
+    with pytest.raises(ValueError, match=r"64 tokens / 600 training tokens = 0\.107 passes .*max_passes = 0\.1 is"):
+        check_held_out(planned, ladder.model_copy(update={"max_passes": 0.1}), runs)
 
 
 def test_token_files_that_changed_since_the_runs_began_are_refused(text, tmp_path: Path) -> None:

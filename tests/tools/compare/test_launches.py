@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -43,6 +44,11 @@ def test_launches_hold_the_share_of_the_time_with_kernels(tmp_path: Path, monkey
         pass
     assert launches(folder)[1]["busy"] is None
     assert "2 launches; kernels ran in 80%" in launch_note(folder)
+    alone, together = (json.dumps({**line, "workers": workers}) for workers in (1, 8))
+    (folder / FILE).write_text(f"{alone}\n")
+    assert " s in 1 launch; kernels ran in 80% of the GPU's time, 1 run at once per GPU." in launch_note(folder)
+    (folder / FILE).write_text(f"{together}\n{alone}\n")
+    assert "in 2 launches; kernels ran in 80% of the GPU's time, 1 or 8 runs at once per GPU." in launch_note(folder)
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

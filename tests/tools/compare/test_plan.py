@@ -13,7 +13,7 @@ import yaml
 from megatron_lite.config.loader import ConfigError, load_config
 from models.config import ModelConfig
 from models.language_model import LanguageModel, count_parameters
-from tools.compare.__main__ import all_runs, main
+from tools.compare.__main__ import main, shown_runs
 from tools.compare.match_parameters import equal_width
 from tools.compare.results import plan_table
 from tools.compare.spec import Comparison, Run, differing_keys, plan_runs, read_comparison
@@ -71,7 +71,7 @@ def test_plan_has_each_model_size_and_seed_once() -> None:
     ]
 
 
-def test_plan_table_counts_the_tokens_of_small_runs() -> None:
+def test_plan_table_counts_the_tokens_of_smshown_runs() -> None:
     table = plan_table(plan_runs(comparison(), models=["metala"], sizes=["s"]), plain=True)
     assert table.splitlines()[-1].split()[-3:] == ["256", "1,", "2"]  # 4 steps of 2 rows of 32 tokens
 
@@ -302,14 +302,14 @@ def test_comparison_of_image_classifiers_has_every_direction_and_no_text() -> No
     assert max(parameters) < 1.02 * min(parameters)
 
 
-def test_results_show_all_runs_unless_overrides_change_some() -> None:
+def test_results_show_shown_runs_unless_overrides_change_some() -> None:
     planned = comparison()
     options = argparse.Namespace(override=[], data=None, tune=False, models=["metala"], sizes=[], seeds=[99])
     selected = plan_runs(planned, models=["metala"], seeds=[99])
-    names = [run.name for run in all_runs(planned, selected, options)]
+    names = [run.name for run in shown_runs(planned, selected, options)]
     assert names == [run.name for run in (*plan_runs(planned), *selected)]
     options.override = ["optimizer.weight_decay=0.3"]
-    assert all_runs(planned, selected, options) == selected
+    assert shown_runs(planned, selected, options) == selected
     # Rates are chosen from all runs.
     options.tune = True
-    assert len(all_runs(planned, selected, options)) == len(names)
+    assert len(shown_runs(planned, selected, options)) == len(names)
