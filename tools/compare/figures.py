@@ -94,7 +94,9 @@ def _scaling(rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str)
             axes.errorbar(sizes, means, yerr=[below, above], label=label, elinewidth=0.8, **styles[model])
         log_axes(axes, "x", {row.body for row in rows if row.model == rows[0].model})
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:.3g} M")
-        axes.set(xlabel="parameters without embeddings", ylabel="validation loss (nats per token)", title=title)
+        seeds = " (bars: range of the seeds)" if any(len(row.values["loss"]) > 1 for row in rows) else ""
+        axes.set(xlabel="parameters without embeddings", ylabel="validation loss (nats per token)")
+        axes.set_title(f"{title}{seeds}")
         label_lines(axes)
     return out
 
@@ -106,9 +108,11 @@ def _by_source(
     base = next((row for row in rows if row.model == reference), rows[0])
     others = [row for row in rows if row is not base]
     with saved_figure(out, height=1.2 + 0.62 * len(sources)) as (_, axes):
+        has_errors = False
         for number, row in enumerate(others):
             offset = 0.7 * ((number + 0.5) / len(others) - 0.5)
             pairs = [row.difference(base, metric) for metric in sources]
+            has_errors |= not all(math.isnan(error) for _, error in pairs)
             axes.errorbar(
                 [mean for mean, _ in pairs],
                 [place + offset for place in range(len(sources))],
@@ -121,7 +125,8 @@ def _by_source(
         axes.set_yticks(range(len(sources)), [metric.removeprefix("loss/") for metric in sources])
         axes.set_ylim(len(sources) - 0.4, -0.6)
         axes.set_xlabel(f"loss minus that of {base.label} (nats per token)")
-        axes.set_title(f"{title}{base.size and f', {base.size}'}")
+        seeds = " (bars: standard errors over the seeds)" if has_errors else ""
+        axes.set_title(f"{title}{base.size and f', {base.size}'}{seeds}")
         axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     return out
 

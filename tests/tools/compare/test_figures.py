@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,12 @@ def test_figures_show_curves_scaling_and_sources(monkeypatch: pytest.MonkeyPatch
     assert container.get_label() == "B"
     assert container[0].get_xdata().tolist() == pytest.approx([-1.1, -3.0])
     assert [round(x, 6) for x, _ in container[2][0].get_segments()[0]] == [-1.2, -1.0]
-    assert sources.get_title(loc="left") == "T, large"
+    assert sources.get_title(loc="left") == "T, large (bars: standard errors over the seeds)"
+    assert scaling.get_title(loc="left") == "T (bars: range of the seeds)"
+    one_seed = [replace(row, values={key: {1: of_seeds[1]} for key, of_seeds in row.values.items()}) for row in rows]
+    draw(results, one_seed, Path(), "T", "a")
+    assert drawn["sources"].axes[0].get_title(loc="left") == "T, large"
+    assert drawn["scaling"].axes[0].get_title(loc="left") == "T"
     # In the large size only A is complete.
     drawn.clear()
     draw(results, [row for row in rows if (row.model, row.size) != ("b", "large")], Path(), "T", "a")
