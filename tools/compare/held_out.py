@@ -18,7 +18,7 @@ from tools.pretraining.text import compressed_bits_per_byte
 
 FILE = "held_out.json"
 POSITIONS = "positions.json"
-_REMEDY = "remove it; it is written again"
+_REMEDY = "remove it; --check writes it again"
 
 
 def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) -> None:
@@ -99,7 +99,10 @@ def measure_recall(runs: Sequence[Run], device: str) -> None:
 
     for run in runs:
         path = run.folder / RESULTS_FILE
-        done = path.is_file() and SUITE in read_json(path, _REMEDY, "results")["results"]
+        done = (
+            path.is_file()
+            and SUITE in read_json(path, "remove it; eval.py and --recall write it again", "results")["results"]
+        )
         if run.measurable and not done:
             add_recall(load_model(run.folder, device=device))
 
@@ -107,4 +110,4 @@ def measure_recall(runs: Sequence[Run], device: str) -> None:
 def positions_of(run: Run) -> list[dict[str, Any]]:
     """Return the bins that `measure_positions` wrote; empty if it did not."""
     path = run.folder / POSITIONS
-    return read_json(path, _REMEDY, "bins")["bins"] if path.is_file() else []
+    return read_json(path, "remove it; --positions writes it again", "bins")["bins"] if path.is_file() else []

@@ -312,3 +312,22 @@ def test_token_files_that_changed_since_the_runs_began_are_refused(text, tmp_pat
     (tmp_path / "validation_text_document.json").unlink()
     check_token_files(folder, [prepared_data(run.config.data, run.config.model.vocab_size)])
     assert set(json.loads((folder / "token_files.json").read_text())) == {str(tmp_path / "train_text_document")}
+
+
+def test_damaged_files_name_the_option_that_writes_them(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    planned = laddered()
+    run = plan_runs(planned)[0]
+    for path in (planned.folder / held_out.FILE, run.folder / held_out.POSITIONS, run.folder / "results.json"):
+        write_text(path, '{"made_from": "x", ')
+    write_text(run.folder / "summary.json", "{}")
+    write_text(run.folder / "checkpoints" / "latest", "step_00000001")
+    for read in (compressors_of, training_tokens_of):
+        with pytest.raises(ValueError, match=r"held_out\.json is no JSON .*: remove it; --check writes it again"):
+            read(planned)
+    with pytest.raises(ValueError, match=r"positions\.json is no JSON .*: remove it; --positions writes it again"):
+        held_out.positions_of(run)
+    with pytest.raises(
+        ValueError, match=r"results\.json is no JSON .*: remove it; eval\.py and --recall write it again"
+    ):
+        held_out.measure_recall([run], "cpu")
