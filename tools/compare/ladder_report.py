@@ -327,6 +327,7 @@ def _draw(ladder: Ladder, results: Sequence[Result], fits: Mapping[str, ScalingF
         axes.set(
             xlabel="6 N D (floating-point operations without embeddings)", ylabel="validation loss (nats per token)"
         )
-        axes.set_title(f"{title} (lines and filled marks: {ratio:g} tokens per parameter)")
+        marks = "lines and filled marks" if fits else "filled marks"
+        axes.set_title(f"{title} ({marks}: {ratio:g} {'token' if ratio == 1 else 'tokens'} per parameter)")
         label_lines(axes)
     return out

@@ -224,6 +224,30 @@ def test_report_without_a_fit_says_why(tmp_path: Path) -> None:
     assert " No fit of Metala: 1 different point, " in fits.note
 
 
+def test_picture_names_its_lines_and_filled_marks(tmp_path: Path, monkeypatch) -> None:
+    """Fill the marks of the largest size's fewest tokens per parameter. Without a fit there are no lines."""
+    planned, runs, results = ladder_results(tmp_path)
+    drawn: list[Any] = []
+
+    def keep(figure: Any, out: Path) -> None:
+        out.write_bytes(b"")
+        drawn.append(figure.axes[0])
+
+    monkeypatch.setattr("tools.reporting.style.save_figure", keep)
+
+    def title(some: list[Result], **changes: Any) -> str:
+        ladder = planned.ladder.model_copy(update=changes)
+        write_ladder(planned, ladder, runs, some, rows_of(some))
+        return drawn[-1].get_title(loc="left")
+
+    assert title(results) == "T (lines and filled marks: 10 tokens per parameter)"
+    filled = [line for line in drawn[-1].lines if line.get_marker() and line.get_markerfacecolor() != "none"]
+    assert len(filled) == sum(run.size.endswith("-10x") for run in runs)
+    ratios = {**planned.ladder.tokens_per_parameter, "40m": (1, 10)}
+    rungs = [result for result in results if result.run.size == "5m-10x"]
+    assert title(rungs, tokens_per_parameter=ratios) == "T (filled marks: 1 token per parameter)"
+
+
 def test_exponents_that_the_runs_do_not_determine_are_named(tmp_path: Path) -> None:
     """Take losses that do not depend on the tokens."""
     planned, runs, results = ladder_results(tmp_path)
