@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     from tools.compare.launcher import check_existing_runs
     from tools.compare.spec import NAME, plan_runs, read_comparison
-    from tools.compare.tuning import FILE, check_rates, tuning_comparison, with_tuned_rates
+    from tools.compare.tuning import FILE, check_rates, tuned_sizes, tuning_comparison, with_tuned_rates
 
     comparison = read_comparison(options.file)
     if options.page is not None and comparison.ladder is None:
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     file_comparison = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
     comparison = tuning_comparison(file_comparison) if options.tune else with_tuned_rates(file_comparison)
+    if options.tune:
+        options.sizes = tuned_sizes(file_comparison, options.sizes)
     runs = plan_runs(
         comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
     )

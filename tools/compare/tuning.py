@@ -29,7 +29,7 @@ def tuning_comparison(comparison: Comparison) -> Comparison:
     ladder, tuning = _sections(comparison)
     for size in ladder.parameters:
         _rate(comparison, size)
-    names = {(size, factor): f"{size}_{factor:g}lr" for size in tuning.sizes for factor in tuning.factors}
+    names = {(size, factor): _name(size, factor) for size in tuning.sizes for factor in tuning.factors}
     update = {
         "parameters": {name: ladder.parameters[size] for (size, _), name in names.items()},
         "tokens_per_parameter": {name: (min(ladder.tokens_per_parameter[size]),) for (size, _), name in names.items()},
@@ -46,6 +46,24 @@ def tuning_comparison(comparison: Comparison) -> Comparison:
             "ladder": ladder.model_copy(update=update),
         }
     )
+
+
+def tuned_sizes(comparison: Comparison, sizes: Sequence[str]) -> list[str]:
+    """Return the sizes of `tuning_comparison` for `--sizes`, which may also name sizes of the ladder.
+
+    Raises ValueError for a size of the ladder that `ladder.tuning` does not try.
+    """
+    ladder, tuning = _sections(comparison)
+    if missing := [size for size in sizes if size in ladder.parameters and size not in tuning.sizes]:
+        raise ValueError(
+            f"--tune --sizes {missing[0]}: ladder.tuning.sizes allows {', '.join(tuning.sizes)}; add {missing[0]} to it"
+        )
+    names = {size: [_name(size, factor) for factor in tuning.factors] for size in tuning.sizes}
+    return [name for size in sizes for name in names.get(size, [size])]
+
+
+def _name(size: str, factor: float) -> str:
+    return f"{size}_{factor:g}lr"
 
 
 def check_rates(runs: Sequence[Run]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,21 @@ def test_one_rate_with_several_factors_is_refused(tmp_path: Path, monkeypatch, c
     assert main(words) == 0
     assert main([*words, "optimizer.lr=1e-3"]) == 2
     assert "--tune: metala has optimizer.lr = 0.001 with several factors of 600k" in capsys.readouterr().err
+
+
+def test_sizes_of_the_ladder_select_their_rates(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [str(EXPERIMENTS / "ladder_small.yml"), "--tune", "--dry-run", "--models", "metala", "model.vocab_size=512"]
+
+    def planned(sizes: str) -> set[str]:
+        assert main([*words, "--sizes", sizes]) == 0
+        return set(re.findall(r"MetaLA +(\S+)", capsys.readouterr().out))
+
+    assert planned("600k") == {"600k_0.5lr-20x", "600k_1lr-20x", "600k_2lr-20x"}
+    assert planned("600k_2lr,2500k_1lr-10x") == {"600k_2lr-20x", "2500k_1lr-10x"}
+    assert main([*words, "--sizes", "600k,22m"]) == 2
+    message = "--tune --sizes 22m: ladder.tuning.sizes allows 600k, 2500k; add 22m to it"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
