@@ -273,8 +273,8 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument(
         "--trained-on",
         nargs="+",
-        metavar="PREFIX",
-        help="list the documents that are also in these training token files; exit status 1 if there are any",
+        metavar="P",
+        help="list the documents that are also in these training token files (prefixes P); exit status 1 if there are any",
     )
     add("--ngram-words", type=positive, default=WORDS, metavar="N", help=f"words per n-gram of --trained-on ({WORDS})")
     add(
