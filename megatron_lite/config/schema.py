@@ -228,6 +228,11 @@ class ParallelConfig(Section):
     )
 
     @property
+    def effective_zero_stage(self) -> int:
+        """Return the ZeRO stage that runs: 1 for stage 0, which clips wrongly in pipelines and costs no less than stage 1."""
+        return max(1, self.zero_stage)
+
+    @property
     def model_ranks(self) -> int:
         """Return the processes per data rank, which together hold one copy of the model and its sequences."""
         return self.tensor * self.pipeline * self.context

@@ -15,24 +15,24 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from megatron_lite.config.schema import ParallelConfig
 
+Recompute = Callable[[], AbstractContextManager[None]]
+
 
 def checkpointed(
     layer: Callable[..., Tensor],
     index: int,
     count: int,
     parallel: ParallelConfig,
-    recompute: Callable[[], AbstractContextManager[None]] | None = None,
+    recompute: Recompute,
 ) -> Callable[..., Tensor]:
     """Return the call of a layer under activation checkpointing (Chen et al. 2016). Only blocks recompute.
 
-    recompute: a context in which layers do not store elementwise results. Mode "elementwise" raises ValueError without it.
+    recompute: a context in which layers do not store elementwise results.
     """
     mode = mode_of(index, count, parallel)
     if mode == "none":
         return layer
     if mode == "elementwise":
-        if recompute is None:
-            raise ValueError("parallel.activation_checkpointing.mode = elementwise needs `recompute` of the layers")
 
         def call(*inputs: Tensor, **context: Tensor) -> Any:
             with recompute():

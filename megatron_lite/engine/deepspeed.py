@@ -18,40 +18,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.schema import ParallelConfig, PrecisionConfig
+from megatron_lite.config.schema import Config
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.planning.memory import BUCKET
 
 _TORCH_LINEAR = torch.nn.functional.linear
 
 
-def deepspeed_config(
-    layers: Sequence[nn.Module],
-    *,
-    grid: Grid,
-    dtype: str,
-    micro_batch_size: int,
-    accumulation: int,
-    clipping: float,
-    parallel: ParallelConfig,
-    precision: PrecisionConfig,
-) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize`. accumulation: micro-batches per step on this rank."""
+def deepspeed_config(config: Config[Any], layers: Sequence[nn.Module], grid: Grid, dtype: str) -> dict[str, Any]:
+    """Return the configuration for `deepspeed.initialize`.
+
+    Args:
+        config: the configuration of the run.
+        layers: the sharded layers of this process. Their size bounds the buckets.
+        dtype: "bf16", "fp16" or "fp32", the resolved `precision.dtype`.
+    """
     parameters = sum(p.numel() for layer in layers for p in layer.parameters())
     # DeepSpeed's default bucket takes gigabytes, which a small model does not need. DeepSpeed refuses odd sizes.
     bucket = min(BUCKET, -(-max(parameters, 1) // 1024) * 1024)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clipping,
+    stage = config.parallel.effective_zero_stage
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
+        "gradient_accumulation_steps": config.batch.gradient_accumulation_steps,
+        "gradient_clipping": config.optimizer.gradient_clipping,
         "steps_per_print": sys.maxsize,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         # The timer synchronises with the device before every forward pass and after every step.
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {
-            # Stage 0 clips wrongly in pipelines and starts bf16 with a dummy step. Stage 1 costs no more.
-            "stage": max(1, parallel.zero_stage),
+            # DeepSpeed's stage 0 clips wrongly in pipelines and starts bf16 with a dummy step.
+            "stage": stage,
             "overlap_comm": grid.device.type == "cuda",
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
@@ -59,20 +56,24 @@ def deepspeed_config(
     }
     if grid.pipe_size > 1:
         # By default activations are sharded over the tensor group between stages: a wrong loss with sequence parallelism.
-        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, "activation_checkpoint_interval": 0}
+        settings["pipeline"] = {
+            "pipe_partitioned": False,
+            "grad_partitioned": False,
+            "activation_checkpoint_interval": 0,
+        }
     if dtype == "bf16":
         # check_grad_overflow: a NaN gradient skips the step, as in fp16 and float32.
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-        if precision.optimizer_state == "bf16":
-            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        if config.precision.optimizer_state == "bf16":
+            settings["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
             # With float32 gradient accumulation, ZeRO 1 silently uses another optimizer, with float32 state.
-            config["data_types"] = {"grad_accum_dtype": "bf16"}
-            if grid.replicas == 1 and parallel.zero_stage < 3:  # without a reduction the buckets only use memory
-                config["zero_optimization"] |= {"overlap_comm": False, "contiguous_gradients": False}
+            settings["data_types"] = {"grad_accum_dtype": "bf16"}
+            if grid.replicas == 1 and stage < 3:  # without a reduction the buckets only use memory
+                settings["zero_optimization"] |= {"overlap_comm": False, "contiguous_gradients": False}
     elif dtype == "fp16":
-        scale = precision.fp16
-        config["fp16"] = {
+        scale = config.precision.fp16
+        settings["fp16"] = {
             "enabled": True,
             "loss_scale": 0,
             "initial_scale_power": scale.initial_scale_power,
@@ -80,8 +81,8 @@ def deepspeed_config(
             "hysteresis": scale.hysteresis,
             "min_loss_scale": scale.min_scale,
         }
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
 
 
 @cache

@@ -18,18 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.config.schema import Config
+from megatron_lite.engine.activation_checkpointing import Recompute
 from megatron_lite.engine.deepspeed import deepspeed_config, import_deepspeed, restore_linear, share_weights
 from megatron_lite.engine.model_shard import LayerSpec, ModelShard
 from megatron_lite.engine.optimizer import optimizer_of
-from megatron_lite.engine.parallelize import parallelize
+from megatron_lite.engine.parallelize import ContextParallel, parallelize
 from megatron_lite.engine.precision import check_dtype, fp8_summary
 from megatron_lite.engine.sequential import Batch, Sequential
 from megatron_lite.metrics.per_source_loss import per_source_loss, with_loss_weight_grad
 from megatron_lite.optim.bf16_optimizer import patch_bf16_optimizer
 from megatron_lite.optim.zero_state import OptimizerState
 from megatron_lite.parallel.collectives import all_reduce_async, all_reduce_sum, broadcast
-from megatron_lite.parallel.context_parallel import ContextParallelGroup, context_parallel_group, local_shard
+from megatron_lite.parallel.context_parallel import context_parallel_group, local_shard
 from megatron_lite.parallel.fp8_projections import check_device
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.planning.memory import Setting
@@ -71,16 +72,18 @@ class Engine:
     """A model under DeepSpeed. Pipelines use its 1F1B engine with ZeRO 1; all other layouts its plain engine with ZeRO 1 to 3.
 
     Args:
+        config: the configuration of the run. `specs` and `build_layer` describe the model; `config.model` is not read. Unless
+            `data.objective` is causal, the engine also counts correct predictions.
+        grid: has the sizes of `config.parallel`.
+        dtype: "bf16", "fp16" or "fp32". The caller resolves `precision.dtype` "auto".
         specs: the layers, in order.
         build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
-        dtype: "bf16", "fp16" or "fp32".
-        sequence_length: tokens per sample. The cost of each layer depends on it, and pipeline stages get equal costs.
-        context_parallel: a context in which the layers treat their inputs as the local shard of a sequence; required by
-            context parallelism.
-        recompute: a context in which the layers recompute elementwise results instead of storing them; required by
-            activation checkpointing of mode "elementwise".
-        count_correct: also count correctly predicted tokens, in training and evaluation.
-        predicted_fraction: fraction of the positions that have a label; the cost of the last layer depends on it.
+        context_parallel: a context in which the layers treat their inputs as the local shard of a sequence.
+        recompute: a context in which the layers recompute elementwise results instead of storing them.
+
+    Raises:
+        ValueError: the device cannot train in this dtype or in FP8, or no projection can run in FP8; or as `ModelShard` and
+            `optimizer_of`.
 
     Attributes:
         model: all layers at full width on the device "meta", for counting.
@@ -93,67 +96,43 @@ class Engine:
 
     def __init__(
         self,
-        specs: Sequence[LayerSpec],
-        build_layer: Callable[[Any, int, int], nn.Module],
-        *,
-        seed: int,
+        config: Config[Any],
         grid: Grid,
         dtype: str,
-        micro_batch_size: int,
-        accumulation: int,
-        optimizer: OptimizerConfig,
-        parallel: ParallelConfig,
-        precision: PrecisionConfig,
-        sequence_length: int = 2048,
-        context_parallel: Callable[[ContextParallelGroup], contextlib.AbstractContextManager[None]] | None = None,
-        recompute: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
-        count_correct: bool = False,
-        predicted_fraction: float = 1.0,
+        *,
+        specs: Sequence[LayerSpec],
+        build_layer: Callable[[Any, int, int], nn.Module],
+        context_parallel: ContextParallel,
+        recompute: Recompute,
     ) -> None:
+        parallel, fp8 = config.parallel, config.precision.fp8
         check_dtype(dtype, grid.device)
-        if precision.fp8.recipe != "none":
-            check_device(grid.device, dtype, precision.fp8.recipe)
-        self.grid, self.dtype, self.accumulation = grid, dtype, accumulation
-        self._num_correct = torch.zeros((), dtype=torch.float64, device=grid.device) if count_correct else None
+        if fp8.recipe != "none":
+            check_device(grid.device, dtype, fp8.recipe)
+        self.grid, self.dtype, self.zero_stage = grid, dtype, parallel.effective_zero_stage
+        self.accumulation = config.batch.gradient_accumulation_steps
+        self._num_correct: Tensor | None = None
+        if config.data.objective != "causal":
+            self._num_correct = torch.zeros((), dtype=torch.float64, device=grid.device)
         import_deepspeed()
-        self._shard = shard = ModelShard(
-            specs,
-            build_layer,
-            seed=seed,
-            grid=grid,
-            parallel=parallel,
-            fp8=precision.fp8,
-            sequence_length=sequence_length,
-            predicted_fraction=predicted_fraction,
-        )
-        self.fp8_summary = fp8_summary(precision.fp8, shard.model, grid.tensor_size, dtype)
+        self._shard = shard = ModelShard(config, grid, specs, build_layer)
+        self.fp8_summary = fp8_summary(fp8, shard.model, grid.tensor_size, dtype)
         self.model, self.layers, self.sharding_specs = shard.model, list(shard.layers.values()), shard.sharding_specs
         self._context = context_parallel_group(grid)
-        client, fillers = optimizer_of(optimizer, shard, dtype=dtype, parallel=parallel, grid=grid)
-        self.muon_parameters = set(shard.matrices) if optimizer.name == "muon" else set()
-        setting = Setting(dtype, parallel.zero_stage, grid.replicas, optimizer_state=precision.optimizer_state)
+        client, fillers = optimizer_of(config, shard, grid, dtype)
+        self.muon_parameters = set(shard.matrices) if config.optimizer.name == "muon" else set()
+        setting = Setting(dtype, self.zero_stage, grid.replicas, optimizer_state=config.precision.optimizer_state)
         calls = parallelize(
             shard.layers,
             len(specs),
             parallel,
-            context_group=self._context,
+            grid,
             context_parallel=context_parallel,
             recompute=recompute,
             keep_gradients=setting.keeps_gradients,
-            device=grid.device,
         )
-        settings = deepspeed_config(
-            self.layers,
-            grid=grid,
-            dtype=dtype,
-            micro_batch_size=micro_batch_size,
-            accumulation=accumulation,
-            clipping=optimizer.gradient_clipping,
-            parallel=parallel,
-            precision=precision,
-        )
+        settings = deepspeed_config(config, self.layers, grid, dtype)
         zero = self._start_deepspeed(calls, client, fillers, settings)
-        self.zero_stage = max(1, parallel.zero_stage)
         self.optimizer_state = OptimizerState(
             zero,
             client,
@@ -161,7 +140,7 @@ class Engine:
             stage=self.zero_stage,
             dtype=dtype,
             grid=grid,
-            ema_decay=optimizer.ema_decay,
+            ema_decay=config.optimizer.ema_decay,
         )
 
     def train_step(

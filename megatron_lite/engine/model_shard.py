@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron_lite.config.fp8_schema import Fp8Config
-from megatron_lite.config.schema import ParallelConfig
+from megatron_lite.config.schema import Config
 from megatron_lite.engine.parallelize import shard_and_fuse
 from megatron_lite.engine.precision import is_fp8_layer
 from megatron_lite.optim.param_groups import matrices_of_model, parameter_kind
@@ -34,12 +33,11 @@ class ModelShard:
     """The layers of this process's pipeline stage, sharded over its tensor-parallel group.
 
     Args:
-        specs, build_layer, sequence_length, predicted_fraction: as in `Engine`.
-        fp8: which blocks multiply in FP8, and how.
+        config, grid, specs, build_layer: as in `Engine`.
 
     Attributes:
         model: all layers at full width on the device "meta".
-        bounds: first layer of every stage, and one past the last.
+        bounds: first layer of every stage, and one past the last. Stages have about equal FLOPs.
         layers: index in the model -> layer, of this stage.
         tensor: the processes that share these layers; None without tensor parallelism.
         tied: name of a layer -> name of the layer whose `weight` it shares.
@@ -52,21 +50,18 @@ class ModelShard:
 
     def __init__(
         self,
+        config: Config[Any],
+        grid: Grid,
         specs: Sequence[LayerSpec],
         build_layer: Callable[[Any, int, int], nn.Module],
-        *,
-        seed: int,
-        grid: Grid,
-        parallel: ParallelConfig,
-        fp8: Fp8Config,
-        sequence_length: int,
-        predicted_fraction: float,
     ) -> None:
         self._grid = grid
+        seed, parallel = config.run.seed, config.parallel
         with torch.device("meta"):
             self.model: list[Any] = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
         self._describe(specs)
-        self.bounds = stage_bounds(forward_flops(self.model, sequence_length, predicted_fraction), grid.pipe_size)
+        costs = forward_flops(self.model, config.batch.sequence_length, config.data.predicted_fraction)
+        self.bounds = stage_bounds(costs, grid.pipe_size)
         self.tensor: TensorGroup | None = None
         if grid.tensor_group is not None:
             self.tensor = TensorGroup(
@@ -80,7 +75,8 @@ class ModelShard:
         for index in range(self.bounds[grid.pipe_rank], self.bounds[grid.pipe_rank + 1]):
             with grid.device:
                 self.layers[index] = build_layer(specs[index], index, seed)
-            shard_and_fuse(self.layers[index], self.tensor, parallel, is_fp8_layer(fp8, index, len(specs)))
+            in_fp8 = is_fp8_layer(config.precision.fp8, index, len(specs))
+            shard_and_fuse(self.layers[index], self.tensor, parallel, in_fp8)
         self._by_name = {specs[index].name: layer for index, layer in self.layers.items()}
         self.tied = {spec.name: spec.tied_to for spec in specs if spec.tied_to is not None}
         for name, tied_to in self.tied.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_lite.config.optimizer_schema import muon_conflict
-from megatron_lite.config.schema import OptimizerConfig, ParallelConfig
+from megatron_lite.config.schema import Config, OptimizerConfig
 from megatron_lite.dtypes import DTYPES
 from megatron_lite.engine.model_shard import ModelShard
 from megatron_lite.optim.muon import MuonOptions
@@ -33,32 +34,36 @@ def check_matrices(config: OptimizerConfig, matrices: Mapping[str, int]) -> None
 
 
 def optimizer_of(
-    config: OptimizerConfig, shard: ModelShard, *, dtype: str, parallel: ParallelConfig, grid: Grid
+    config: Config[Any], shard: ModelShard, grid: Grid, dtype: str
 ) -> tuple[torch.optim.AdamW, list[nn.Parameter]]:
     """Return the optimizer and the fillers of its empty groups, which the trained module must register.
+
+    Args:
+        config: the configuration of the run.
+        dtype: "bf16", "fp16" or "fp32", the resolved `precision.dtype`.
 
     Raises:
         ValueError: Muon with fp16 or ZeRO 3, or as `check_matrices`.
     """
-    muon = None
-    if config.name == "muon":
-        if problem := muon_conflict(dtype, parallel.zero_stage):
+    optimizer, muon = config.optimizer, None
+    if optimizer.name == "muon":
+        if problem := muon_conflict(dtype, config.parallel.zero_stage):
             raise ValueError(f"optimizer.name = muon {problem}")
-        check_matrices(config, shard.matrices)
+        check_matrices(optimizer, shard.matrices)
         muon = MuonOptions(
-            momentum=config.muon.momentum,
-            nesterov=config.muon.nesterov,
-            momentum_dtype=DTYPES[config.muon.momentum_dtype],
+            momentum=optimizer.muon.momentum,
+            nesterov=optimizer.muon.nesterov,
+            momentum_dtype=DTYPES[optimizer.muon.momentum_dtype],
             compute_dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
-            per_head=config.muon.per_head,
+            per_head=optimizer.muon.per_head,
         )
     return build_optimizer(
         shard.parameters_with_kind(),
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        no_weight_decay=config.no_weight_decay,
+        lr=optimizer.lr,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        no_weight_decay=optimizer.no_weight_decay,
         muon=muon,
         filler_device=grid.device if grid.pipe_size > 1 else None,
     )

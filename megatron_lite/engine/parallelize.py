@@ -19,20 +19,21 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ParallelConfig
-from megatron_lite.engine.activation_checkpointing import checkpointed
+from megatron_lite.engine.activation_checkpointing import Recompute, checkpointed
 from megatron_lite.engine.cuda_graph import GraphedBlocks
 from megatron_lite.engine.sequential import chain
 from megatron_lite.engine.tensor_overlap import MicroBatchOverlap, overlap_parts
-from megatron_lite.parallel.context_parallel import ContextParallelGroup
+from megatron_lite.parallel.context_parallel import ContextParallelGroup, context_parallel_group
 from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
 from megatron_lite.parallel.fused_projections import fuse_projections
+from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.tensor_parallel import TensorGroup, shard_layer
 
 Call = Callable[..., Tensor]
+ContextParallel = Callable[[ContextParallelGroup], AbstractContextManager[None]]
 
 
 def shard_and_fuse(layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig, fp8: bool = False) -> None:
@@ -56,12 +57,11 @@ def parallelize(
     layers: Mapping[int, nn.Module],
     count: int,
     parallel: ParallelConfig,
+    grid: Grid,
     *,
-    context_group: ContextParallelGroup | None,
-    context_parallel: Callable[[ContextParallelGroup], AbstractContextManager[None]] | None,
-    recompute: Callable[[], AbstractContextManager[None]] | None,
+    context_parallel: ContextParallel,
+    recompute: Recompute,
     keep_gradients: bool,
-    device: torch.device,
 ) -> dict[int, Call]:
     """Return the calls of this rank's layers in a training step, by index.
 
@@ -69,26 +69,22 @@ def parallelize(
 
     Args:
         layers: this stage's layers by index, sharded and fused. Layer 0 is the embedding, layer `count` - 1 the head.
-        context_group: the ranks that share each sequence; None without context parallelism.
-        context_parallel: a context in which the layers treat their inputs as the local shard of a sequence.
-        recompute: a context in which the layers recompute elementwise results instead of keeping them.
+        context_parallel, recompute: as in `Engine`.
         keep_gradients: gradients outlive the next micro-batch, so a CUDA graph copies them out of its memory.
-
-    Raises:
-        ValueError: context parallelism without `context_parallel`, elementwise recomputation without `recompute`.
     """
     blocks = {index: layer for index, layer in layers.items() if 0 < index < count - 1}
     if parallel.compile:
         for block in blocks.values():
             block.compile()
 
+    group = context_parallel_group(grid)
     calls: dict[int, Call] = {}
     for index, layer in layers.items():
         # Context parallelism inside recomputation, because the backward pass recomputes a layer in another thread.
-        call = _on_local_shard(layer, context_group, context_parallel)
+        call = layer if group is None else _on_local_shard(layer, group, context_parallel)
         calls[index] = checkpointed(call, index, count, parallel, recompute)
 
-    graph = parallel.cuda_graph and device.type == "cuda"
+    graph = parallel.cuda_graph and grid.device.type == "cuda"
     if not blocks or not (parallel.tensor_overlap or graph):
         return calls
     all_blocks = eager = chain([calls[index] for index in blocks])
@@ -96,7 +92,7 @@ def parallelize(
         all_blocks = MicroBatchOverlap(
             [overlap_parts(block, index, count, parallel, recompute) for index, block in blocks.items()],
             [parameter for block in blocks.values() for parameter in block.parameters()],
-            device,
+            grid.device,
         )
     if graph:
         all_blocks = GraphedBlocks(all_blocks, eager, list(blocks.values()), keep_gradients=keep_gradients)
@@ -105,18 +101,7 @@ def parallelize(
     return {index: call for index, call in calls.items() if index == first or index not in blocks}
 
 
-def _on_local_shard(
-    layer: nn.Module,
-    group: ContextParallelGroup | None,
-    context_parallel: Callable[[ContextParallelGroup], AbstractContextManager[None]] | None,
-) -> Call:
-    if group is None:
-        return layer
-    if context_parallel is None:
-        raise ValueError(
-            "context parallelism needs `context_parallel`: a context in which the layers treat inputs as a local shard"
-        )
-
+def _on_local_shard(layer: nn.Module, group: ContextParallelGroup, context_parallel: ContextParallel) -> Call:
     def call(hidden: Tensor, **context: Any) -> Tensor:
         with context_parallel(group):
             return layer(hidden, **context)

@@ -12,14 +12,14 @@ stream of its forward pass, the latest node first. All all-reduces use one commu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ParallelConfig
-from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
+from megatron_lite.engine.activation_checkpointing import Recompute, checkpointed, mode_of
 
 Part = Callable[..., Any]
 
@@ -29,7 +29,7 @@ def overlap_parts(
     index: int,
     count: int,
     parallel: ParallelConfig,
-    recompute: Callable[[], AbstractContextManager[None]] | None,
+    recompute: Recompute,
 ) -> list[Part]:
     """Return the parts of a block under activation checkpointing; arguments as `checkpointed`.
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config.fp8_schema import Fp8Config
-from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fp8.rowwise import attached_rows, dequantized, quantize_rows, transposed
 from megatron_lite.optim.lr_schedule import learning_rate
@@ -27,8 +25,9 @@ from models.language_model import build_layer, layer_specs
 from models.layers.mlp import GatedMLP
 from models.recompute import recompute_elementwise
 from tests import oracle
-from tests.megatron_lite.conftest import batches, model_config
+from tests.megatron_lite.conftest import batches, model_config, run_config
 from tests.megatron_lite.fp8.emulation import record_quantised
+from tools.loading.engine import build_engine
 
 LR, WARMUP, STEPS = 3e-4, 3, 6
 CONFIG = model_config(("metala", "attention"), hidden_size=256)
@@ -98,19 +97,8 @@ def test_mlp_equals_the_reference(tokens, width):
 
 
 def engine_on(grid: Grid, recipe: str = "rowwise", config: ModelConfig = CONFIG, **parallel) -> Engine:
-    return Engine(
-        layer_specs(config),
-        build_layer,
-        seed=11,
-        grid=grid,
-        dtype="bf16",
-        micro_batch_size=2,
-        accumulation=2,
-        optimizer=OptimizerConfig(lr=LR),
-        parallel=ParallelConfig(**parallel),
-        precision=PrecisionConfig(dtype="bf16", fp8=Fp8Config(recipe=recipe)),  # type: ignore[arg-type]
-        recompute=recompute_elementwise,
-    )
+    settings = run_config(config, lr=LR, precision={"fp8": {"recipe": recipe}}, **parallel)
+    return build_engine(settings, grid, "bf16")
 
 
 def losses(engine: Engine) -> list[float]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
-from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
-from models.language_model import build_layer, layer_specs
-from models.recompute import recompute_elementwise
 from tests import oracle
-from tests.megatron_lite.conftest import batches, model_config
+from tests.megatron_lite.conftest import batches, model_config, run_config
+from tools.loading.engine import build_engine
 
 LR, WARMUP = 3e-4, 3
 
@@ -21,20 +19,9 @@ def grid() -> Grid:
     return init_grid("cuda")
 
 
-def engine_on(grid: Grid, config, dtype: str, stage: int = 1, seed: int = 11, optimizer=None, **settings) -> Engine:
-    return Engine(
-        layer_specs(config),
-        build_layer,
-        seed=seed,
-        grid=grid,
-        dtype=dtype,
-        micro_batch_size=2,
-        accumulation=2,
-        optimizer=OptimizerConfig(lr=LR, **(optimizer or {})),
-        parallel=ParallelConfig(zero_stage=stage, **settings),
-        precision=PrecisionConfig(fp16={"initial_scale_power": 8}),
-        recompute=recompute_elementwise,
-    )
+def engine_on(grid: Grid, config, dtype: str, stage: int = 1, **settings) -> Engine:
+    precision = {"fp16": {"initial_scale_power": 8}}
+    return build_engine(run_config(config, lr=LR, precision=precision, zero_stage=stage, **settings), grid, dtype)
 
 
 def run(engine: Engine, steps) -> list[tuple[float, float]]:

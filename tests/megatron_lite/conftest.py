@@ -11,12 +11,20 @@ import torch
 from torch import Tensor
 
 import megatron_lite.engine.engine
-from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.config.data_schema import DataConfig
+from megatron_lite.config.schema import (
+    BatchConfig,
+    Config,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
 from models.config import ModelConfig
-from models.language_model import build_layer, layer_specs
-from models.recompute import recompute_elementwise
+from tools.loading.engine import build_engine
 
 VOCAB, LENGTH = 96, 24
 
@@ -29,6 +37,38 @@ def grid() -> Grid:
 def model_config(mixers: tuple[str, ...] = ("metala",), **changes: Any) -> ModelConfig:
     values: dict[str, Any] = {"vocab_size": VOCAB, "num_layers": 2, "hidden_size": 64, "num_heads": 2, "mixers": mixers}
     return ModelConfig(**{**values, **changes})
+
+
+def run_config(
+    model: ModelConfig,
+    *,
+    seed: int = 11,
+    lr: float = 3e-4,
+    length: int = LENGTH,
+    micro_batch_size: int = 2,
+    accumulation: int = 2,
+    optimizer: dict[str, Any] | None = None,
+    precision: dict[str, Any] | None = None,
+    counts_correct: bool = False,
+    **parallel: Any,
+) -> Config[ModelConfig]:
+    """Return a configuration without data. `parallel`: values of the section of that name."""
+    return Config(
+        run=RunConfig(seed=seed),
+        model=model,
+        # An engine for images counts correct predictions, and all its positions have a label.
+        data=DataConfig(objective="classification" if counts_correct else "causal"),
+        batch=BatchConfig(
+            sequence_length=length,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=micro_batch_size * accumulation,
+            gradient_accumulation_steps=accumulation,
+        ),
+        optimizer=OptimizerConfig(lr=lr, **(optimizer or {})),
+        schedule=ScheduleConfig(train_steps=1, decay_steps=1),
+        parallel=ParallelConfig(**parallel),
+        precision=PrecisionConfig(**(precision or {})),
+    )
 
 
 def batches(steps: int, *, micro: int = 2, accumulation: int = 2, masked: bool = True) -> list[list[dict[str, Tensor]]]:
@@ -77,28 +117,11 @@ def reduce_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def build(grid: Grid) -> Iterator[Any]:
-    """Return a function that builds an engine; all engines are closed at the end."""
+    """Return a function that builds an engine of a `run_config`; all engines are closed at the end."""
     engines: list[Engine] = []
 
-    def make(
-        config: ModelConfig, *, seed: int = 11, dtype: str = "fp32", accumulation: int = 2, **settings: Any
-    ) -> Engine:
-        precision = PrecisionConfig(**settings.pop("precision", {}))
-        count_correct = settings.pop("count_correct", False)
-        engine = Engine(
-            layer_specs(config),
-            build_layer,
-            seed=seed,
-            grid=grid,
-            dtype=dtype,
-            micro_batch_size=2,
-            accumulation=accumulation,
-            optimizer=OptimizerConfig(lr=3e-4, **settings.pop("optimizer", {})),
-            parallel=ParallelConfig(**settings),
-            precision=precision,
-            recompute=recompute_elementwise,
-            count_correct=count_correct,
-        )
+    def make(model: ModelConfig, dtype: str = "fp32", **settings: Any) -> Engine:
+        engine = build_engine(run_config(model, **settings), grid, dtype)
         engines.append(engine)
         return engine
 

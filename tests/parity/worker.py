@@ -16,20 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config.fp8_schema import Fp8Config
-from megatron_lite.config.schema import Fp16Config, OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.grid import Grid, init_grid
 from models.config import ModelConfig
-from models.language_model import build_layer, layer_specs
-from models.operators.context_parallel import context_parallel
-from models.recompute import recompute_elementwise
-from tests.megatron_lite.conftest import allow_fp16_on_a_cpu, leave_bf16_steps, reduce_in_float32
+from tests.megatron_lite.conftest import allow_fp16_on_a_cpu, leave_bf16_steps, reduce_in_float32, run_config
 from tests.parity import layouts
 from tests.parity.launch import leave
 from tests.parity.layouts import LR, STEPS, WARMUP
 from tests.untuned import leave_untuned
+from tools.loading.engine import build_engine
 
 
 class Groups:
@@ -70,30 +66,23 @@ def engine_of(
     dtype: str = "fp32",
     state: str = "fp32",
     fp8: str = "none",
-    count_correct: bool = False,
+    counts_correct: bool = False,
     micro_batch_size: int = 2,
     optimizer: str = "adamw",
 ) -> Engine:
-    return Engine(
-        layer_specs(config),
-        build_layer,
+    settings = run_config(
+        config,
         seed=seed,
-        grid=grid,
-        dtype=dtype,
+        lr=LR,
+        length=layouts.LENGTH,
         micro_batch_size=micro_batch_size,
         accumulation=2 * layouts.MICRO_BATCHES // micro_batch_size // grid.data_size,
-        optimizer=OptimizerConfig(lr=LR, **layouts.OPTIMIZERS[optimizer]),
-        parallel=ParallelConfig(**parallel),
-        precision=PrecisionConfig(
-            optimizer_state=state,  # type: ignore[arg-type]
-            fp16=Fp16Config(initial_scale_power=8),
-            fp8=Fp8Config(recipe=fp8),  # type: ignore[arg-type]
-        ),
-        sequence_length=layouts.LENGTH,
-        context_parallel=context_parallel,
-        recompute=recompute_elementwise,
-        count_correct=count_correct,
+        optimizer=layouts.OPTIMIZERS[optimizer],
+        precision={"optimizer_state": state, "fp16": {"initial_scale_power": 8}, "fp8": {"recipe": fp8}},
+        counts_correct=counts_correct,
+        **parallel,
     )
+    return build_engine(settings, grid, dtype)
 
 
 def rate(step: int) -> float:
@@ -116,7 +105,7 @@ def run(case: layouts.LayoutCase) -> dict[str, Any]:
         dtype=case.dtype if case.fp8 == "none" or grid.device.type == "cpu" else "bf16",  # CUDA needs it for FP8
         state=case.state,
         fp8=case.fp8,
-        count_correct=True,
+        counts_correct=True,
         micro_batch_size=4 if pairs else 2,
         optimizer=case.optimizer,
     )

@@ -12,28 +12,13 @@ from models.recompute import recompute_elementwise
 
 
 def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
-    """Return an engine with the initial weights of `run.seed`. All but causal models also count correct predictions.
-
-    Args:
-        grid: has the sizes of `config.parallel`.
-        dtype: "bf16", "fp16" or "fp32". The caller resolves `precision.dtype` "auto".
-
-    Raises ValueError as `Engine`.
-    """
+    """Return an engine with the initial weights of `run.seed`. Arguments and errors are those of `Engine`."""
     return Engine(
-        layer_specs(config.model),
-        build_layer,
-        seed=config.run.seed,
-        grid=grid,
-        dtype=dtype,
-        micro_batch_size=config.batch.micro_batch_size,
-        accumulation=config.batch.gradient_accumulation_steps,
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-        precision=config.precision,
-        sequence_length=config.batch.sequence_length,
+        config,
+        grid,
+        dtype,
+        specs=layer_specs(config.model),
+        build_layer=build_layer,
         context_parallel=context_parallel,
         recompute=recompute_elementwise,
-        count_correct=config.data.objective != "causal",
-        predicted_fraction=config.data.predicted_fraction,
     )

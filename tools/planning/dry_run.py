@@ -90,7 +90,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
     where = f"the fullest process of {layout}" if layout.model_ranks > 1 else "per process"
     replicas = batch.data_ranks * layout.context
     _print(
-        f"memory       {where} on a {'GPU' if cuda else 'CPU'}, {dtype}, ZeRO {max(1, parallel.zero_stage)} over "
+        f"memory       {where} on a {'GPU' if cuda else 'CPU'}, {dtype}, ZeRO {parallel.effective_zero_stage} over "
         f"{counted(replicas, 'rank')}:"
     )
     memory = memory_of(config, dtype, cuda=cuda)

@@ -128,7 +128,7 @@ def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> 
     parallel = config.parallel
     layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
     layers = layers_of(config, layout, dtype, cuda=cuda)
-    stage = max(1, parallel.zero_stage)
+    stage = parallel.effective_zero_stage
     return memory(layers, layer_flops(config), config, layout, dtype, stage, cuda=cuda)
 
 

@@ -52,7 +52,9 @@ def test_twenty_steps_equal_the_oracle(build, mixers, tied):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_zero_stages_equal_the_oracle(build, stage):
     config, steps = model_config(), batches(6)
-    assert_equal(run(build(config, zero_stage=stage), steps), oracle_steps(config, steps))
+    engine = build(config, zero_stage=stage)
+    assert_equal(run(engine, steps), oracle_steps(config, steps))
+    assert engine.layout["zero_stage"] == max(1, stage)
 
 
 def test_closed_engine_frees_its_memory(build):
@@ -249,7 +251,7 @@ def test_accuracies_of_evaluation_and_training_equal_the_oracle(build):
     accuracies: list[float] = []
     oracle.train(config, steps, seed=11, lr=LR, warmup=0, total=10**9, accuracies=accuracies)
     assert min(accuracies) > 0
-    engine = build(config, count_correct=True)
+    engine = build(config, counts_correct=True)
     for number, (step, accuracy) in enumerate(zip(steps, accuracies, strict=True)):
         if number != 1:  # an evaluation between two steps would reset a count that the first one left
             before = engine.evaluate(step)

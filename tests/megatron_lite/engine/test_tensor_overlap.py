@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,7 +56,7 @@ def build(mode: str, count: int = 3) -> tuple[nn.ModuleList, MicroBatchOverlap]:
     tensor = TensorGroup(dist.group.WORLD, 0, 1)
     layers = nn.ModuleList(TwoParts(tensor) for _ in range(count))
     parallel = ParallelConfig(activation_checkpointing={"mode": mode})
-    parts = [overlap_parts(layer, index + 1, count + 2, parallel, None) for index, layer in enumerate(layers)]
+    parts = [overlap_parts(layer, index + 1, count + 2, parallel, nullcontext) for index, layer in enumerate(layers)]
     return layers, MicroBatchOverlap(parts, list(layers.parameters()), torch.device("cpu"))
 
 
