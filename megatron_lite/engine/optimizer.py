@@ -10,9 +10,7 @@ from torch import nn
 
 from megatron_lite.config.optimizer_schema import muon_conflict
 from megatron_lite.config.schema import Config, OptimizerConfig
-from megatron_lite.dtypes import DTYPES
 from megatron_lite.engine.model_shard import ModelShard
-from megatron_lite.optim.muon import MuonOptions
 from megatron_lite.optim.param_groups import build_optimizer
 from megatron_lite.parallel.grid import Grid
 
@@ -45,25 +43,13 @@ def optimizer_of(
     Raises:
         ValueError: Muon with fp16 or ZeRO 3, or as `check_matrices`.
     """
-    optimizer, muon = config.optimizer, None
-    if optimizer.name == "muon":
+    if config.optimizer.name == "muon":
         if problem := muon_conflict(dtype, config.parallel.zero_stage):
             raise ValueError(f"optimizer.name = muon {problem}")
-        check_matrices(optimizer, shard.matrices)
-        muon = MuonOptions(
-            momentum=optimizer.muon.momentum,
-            nesterov=optimizer.muon.nesterov,
-            momentum_dtype=DTYPES[optimizer.muon.momentum_dtype],
-            compute_dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
-            per_head=optimizer.muon.per_head,
-        )
+        check_matrices(config.optimizer, shard.matrices)
     return build_optimizer(
         shard.parameters_with_kind(),
-        lr=optimizer.lr,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        no_weight_decay=optimizer.no_weight_decay,
-        muon=muon,
+        config.optimizer,
+        compute_dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
         filler_device=grid.device if grid.pipe_size > 1 else None,
     )

@@ -279,8 +279,8 @@ class _Kernels:
             if options.get("muon"):
                 muon = zero.optimizer
                 # The padding at the end, which belongs to no segment, stays zero.
-                direction = torch.zeros_like(master, dtype=muon.options.compute_dtype)
-                mu, nesterov = muon.options.momentum, muon.options.nesterov
+                direction = torch.zeros_like(master, dtype=muon.compute_dtype)
+                mu, nesterov = muon.settings.momentum, muon.settings.nesterov
                 segments[group].momentum(pointers[group], state["exp_avg"], direction, factor, mu, nesterov)
                 muon.orthogonalize(direction)
                 partition, lr = self._partitions[group], options["lr"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from math import sqrt
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.config.optimizer_schema import MuonConfig
 from megatron_lite.optim.whole_matrices import MatrixPiece, WholeMatrices
 
 # The quintic polynomial of Jordan et al.: it maps singular values in (0, 1] close to 1 within five steps.
@@ -31,42 +31,30 @@ _SMALLEST_NORM = 1e-15  # smaller matrices get a smaller update: the squares of 
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates, divided by the learning rate
 
 
-@dataclass(frozen=True)
-class MuonOptions:
-    """Settings of Muon.
-
-    Attributes:
-        momentum: decay rate of the momentum.
-        nesterov: use Nesterov momentum.
-        momentum_dtype: of the stored momentum.
-        compute_dtype: of the orthogonalization, and of the communication of matrices.
-        per_head: orthogonalize queries, keys and values one head at a time.
-    """
-
-    momentum: float = 0.95
-    nesterov: bool = True
-    momentum_dtype: torch.dtype = torch.float32
-    compute_dtype: torch.dtype = torch.float32
-    per_head: bool = False
-
-
 class Muon(torch.optim.AdamW):
     """AdamW, except for the groups with `muon: True`, which Muon updates.
 
     DeepSpeed replaces the parameters of a group by one flat tensor. `attach` describes the matrices in it.
+
+    Args:
+        groups: parameter groups of `torch.optim.AdamW`, each with the key `muon`.
+        settings: of Muon's update.
+        compute_dtype: of the orthogonalization, and of the communication of matrices.
+        lr, betas, eps: as `torch.optim.AdamW`. Muon reads `lr` of its groups.
     """
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        options: MuonOptions,
+        settings: MuonConfig,
+        compute_dtype: torch.dtype,
         *,
         lr: float,
         betas: tuple[float, float],
         eps: float,
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        self.options = options
+        self.settings, self.compute_dtype = settings, compute_dtype
         self._matrices: WholeMatrices | None = None
 
     def attach(self, pieces: Sequence[MatrixPiece], group: Any = None) -> None:
@@ -94,14 +82,14 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def update(self, group: Mapping[str, Any], flat: Tensor, gradient: Tensor) -> None:
         """Apply one update to the flat master weights [elements] of a Muon group, for their gradient [elements]."""
-        options, state = self.options, self.state[flat]
+        settings, state = self.settings, self.state[flat]
         gradient = gradient.float()
         # The mean (1 - mu) g + mu m instead of the sum g + mu m. The orthogonalization does not depend on the scale, and the
         # momentum is then AdamW's first moment.
-        mu = options.momentum
+        mu = settings.momentum
         momentum = torch.mul(state["exp_avg"].float(), mu).add_(gradient, alpha=1 - mu)
-        update = torch.mul(momentum, mu).add_(gradient, alpha=1 - mu) if options.nesterov else momentum
-        update = update.to(options.compute_dtype)
+        update = torch.mul(momentum, mu).add_(gradient, alpha=1 - mu) if settings.nesterov else momentum
+        update = update.to(self.compute_dtype)
         state["exp_avg"].copy_(momentum)
         del momentum, gradient  # their memory is free during the orthogonalization
         self.orthogonalize(update)

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from megatron_lite.optim.muon import Muon, MuonOptions
+from megatron_lite.config.optimizer_schema import OptimizerConfig
+from megatron_lite.optim.muon import Muon
 
 
 def build_optimizer(
     parameters: Iterable[tuple[nn.Parameter, str]],
+    config: OptimizerConfig,
     *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    no_weight_decay: Collection[str],
-    muon: MuonOptions | None = None,
+    compute_dtype: torch.dtype = torch.float32,
     filler_device: torch.device | None = None,
 ) -> tuple[torch.optim.AdamW, list[nn.Parameter]]:
     """Return fused AdamW (Loshchilov and Hutter 2019), or Muon with AdamW, and the fillers of empty groups.
 
     Args:
         parameters: each once, with its kind: that of `parameter_kind`, or "matrix" (`matrices_of`).
-        no_weight_decay: kinds without weight decay: "norm", "bias", "decay", "embedding".
-        muon: Muon for the kind "matrix"; None: AdamW for all parameters.
+        config: Muon updates the kind "matrix" only with `name: muon`. Kinds in `no_weight_decay` have no weight decay.
+        compute_dtype: of Muon's orthogonalization.
         filler_device: fill empty groups. ZeRO has one collective per group, so all pipeline stages need the same groups.
     """
+    has_muon = config.name == "muon"
     matrices: list[nn.Parameter] = []
     decay: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
     for parameter, kind in parameters:
-        is_matrix = muon is not None and kind == "matrix"
-        (matrices if is_matrix else exempt if kind in no_weight_decay else decay).append(parameter)
+        is_matrix = has_muon and kind == "matrix"
+        (matrices if is_matrix else exempt if kind in config.no_weight_decay else decay).append(parameter)
     fillers = []
-    for group in (decay, exempt) if muon is None else (matrices, decay, exempt):
+    for group in (matrices, decay, exempt) if has_muon else (decay, exempt):
         if filler_device is not None and not group:
             fillers.append(nn.Parameter(torch.zeros(1, device=filler_device)))
             group.append(fillers[-1])
@@ -45,13 +43,13 @@ def build_optimizer(
         group.sort(key=lambda parameter: parameter.numel() % 8 != 0)
     groups = [
         {"params": params, "weight_decay": value, "muon": params is matrices}
-        for params, value in ((matrices, weight_decay), (decay, weight_decay), (exempt, 0.0))
+        for params, value in ((matrices, config.weight_decay), (decay, config.weight_decay), (exempt, 0.0))
         if params  # ZeRO cannot flatten an empty group
     ]
     # fused: one kernel per group, on the CPU too. DeepSpeed's Adam would compile for most of a minute at the start.
-    if muon is None:
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True), fillers
-    return Muon(groups, muon, lr=lr, betas=betas, eps=eps), fillers
+    if not has_muon:
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True), fillers
+    return Muon(groups, config.muon, compute_dtype, lr=config.lr, betas=config.betas, eps=config.eps), fillers
 
 
 def parameter_kind(module: nn.Module, name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.dtypes import DTYPES
 from megatron_lite.optim.muon import Muon
 from megatron_lite.optim.whole_matrices import MatrixPiece
 from megatron_lite.parallel.grid import Grid
@@ -117,7 +118,7 @@ class OptimizerState:
                 "exp_avg": torch.zeros_like(flat.data),
             }
             if isinstance(adamw, Muon) and adamw.param_groups[index]["muon"]:
-                state["exp_avg"] = state["exp_avg"].to(adamw.options.momentum_dtype)
+                state["exp_avg"] = state["exp_avg"].to(DTYPES[adamw.settings.momentum_dtype])
                 adamw.attach(list(self._matrix_pieces(index)), self._grid.stage_group)
             else:
                 state["exp_avg_sq"] = torch.zeros_like(flat.data)
@@ -274,7 +275,7 @@ class OptimizerState:
         if isinstance(self._adamw, Muon):
             for group, flat in zip(self._adamw.param_groups, self._flats, strict=True):
                 if group["muon"]:
-                    self._adamw.orthogonalize(flat.detach().to(self._adamw.options.compute_dtype, copy=True))
+                    self._adamw.orthogonalize(flat.detach().to(self._adamw.compute_dtype, copy=True))
 
     def mark_step_invalid(self) -> None:
         """Make every process skip the next update, by `skip_next` or by a NaN gradient on this process."""
@@ -318,7 +319,7 @@ class OptimizerState:
                 shape[shard.dim] *= shard.count
                 at = mapping.hp_fragment_address
                 start = mapping.lp_fragment_address.start
-                heads = sharded.heads if self._adamw.options.per_head else 1
+                heads = sharded.heads if self._adamw.settings.per_head else 1
                 yield MatrixPiece(sharded.name, (shape[0], shape[1]), shard, start, at.numel, at.start, heads)
 
     def _partition(self, parameter: Any) -> tuple[int, dict[str, Tensor]]:

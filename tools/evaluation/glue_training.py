@@ -166,15 +166,12 @@ def _classifier(weights: Path, task: Task) -> Any:
 
 
 def _optimizer(model: Any, recipe: Recipe) -> Any:
+    from megatron_lite.config.optimizer_schema import OptimizerConfig
     from megatron_lite.optim.param_groups import build_optimizer, parameter_kind
 
     return build_optimizer(
         [(parameter, parameter_kind(model, key)) for key, parameter in model.named_parameters()],
-        lr=recipe.lr,
-        betas=(0.9, 0.98),
-        eps=1e-6,
-        weight_decay=recipe.weight_decay,
-        no_weight_decay=("norm", "bias", "decay", "embedding"),
+        OptimizerConfig(lr=recipe.lr, betas=(0.9, 0.98), eps=1e-6, weight_decay=recipe.weight_decay),
     )[0]
 
 

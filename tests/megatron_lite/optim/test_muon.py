@@ -11,8 +11,9 @@ import torch
 
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.config.optimizer_schema import MuonConfig
 from megatron_lite.fault_tolerance.finite_check import state_not_finite
-from megatron_lite.optim.muon import Muon, MuonOptions, orthogonalize_by_shape
+from megatron_lite.optim.muon import Muon, orthogonalize_by_shape
 from megatron_lite.optim.param_groups import matrices_of
 from megatron_lite.optim.whole_matrices import MatrixPiece, assign_owners, newton_schulz_cost
 from megatron_lite.parallel.sharding_plan import Shard
@@ -145,9 +146,8 @@ def test_tiny_matrices_get_a_bounded_update(size):
 
 def test_every_head_is_orthogonalized_alone():
     matrix = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    muon = Muon(
-        [{"params": [torch.nn.Parameter(matrix)], "muon": True}], MuonOptions(), lr=0.1, betas=(0.9, 0.95), eps=1e-8
-    )
+    groups = [{"params": [torch.nn.Parameter(matrix)], "muon": True}]
+    muon = Muon(groups, MuonConfig(), torch.float32, lr=0.1, betas=(0.9, 0.95), eps=1e-8)
     muon.attach([MatrixPiece("a", (6, 4), Shard(), 0, 24, 0, heads=3)])
     flat, heads = matrix.flatten().clone(), list(matrix.clone().chunk(3))
     muon.orthogonalize(flat)
