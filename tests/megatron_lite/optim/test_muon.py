@@ -235,6 +235,16 @@ def test_blocks_without_matrices_are_refused(build, monkeypatch):
         build(model_config(), optimizer=MUON)
 
 
+@pytest.mark.parametrize(("dtype", "compute_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_matrices_are_orthogonalized_in_the_number_format_of_the_run(build, monkeypatch, dtype, compute_dtype):
+    dtypes = set()
+    monkeypatch.setattr(
+        "megatron_lite.optim.muon.orthogonalize_by_shape", lambda matrices: dtypes.update(m.dtype for m in matrices)
+    )
+    build(model_config(), optimizer=MUON, dtype=dtype).train_step(batches(1)[0], lr=1e-3)
+    assert dtypes == {compute_dtype}
+
+
 def test_momentum_that_is_not_finite_is_named(build):
     engine = build(model_config(), optimizer=MUON)
     assert not state_not_finite(engine.optimizer_state, engine.grid)
