@@ -200,15 +200,7 @@ class Trainer(Generic[ModelT]):
         begin = time.perf_counter()
         micro_batches = next(steps)
         data_seconds = time.perf_counter() - begin
-        lr = learning_rate(
-            state.step - state.skipped_steps,
-            kind=config.schedule.kind,
-            peak=config.optimizer.lr,
-            warmup_steps=config.schedule.warmup_steps,
-            decay_steps=config.schedule.decay_steps,
-            min_ratio=config.schedule.min_lr_ratio,
-            wsd_decay_fraction=config.schedule.wsd_decay_fraction,
-        )
+        lr = learning_rate(state.step - state.skipped_steps, config.optimizer.lr, config.schedule)
         sources = self._sources
         with self._stragglers.timing(state.step + 1):
             result = self.engine.train_step(

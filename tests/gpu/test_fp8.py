@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.config.schema import ScheduleConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fp8.rowwise import attached_rows, dequantized, quantize_rows, transposed
 from megatron_lite.optim.lr_schedule import learning_rate
@@ -102,10 +103,10 @@ def engine_on(grid: Grid, recipe: str = "rowwise", config: ModelConfig = CONFIG,
 
 
 def losses(engine: Engine) -> list[float]:
+    schedule = ScheduleConfig(train_steps=STEPS, warmup_steps=WARMUP, decay_steps=STEPS)
     out = []
     for index, step in enumerate(batches(STEPS)):
-        lr = learning_rate(index, kind="cosine", peak=LR, warmup_steps=WARMUP, decay_steps=STEPS, min_ratio=0.1)
-        out.append(engine.train_step(step, lr=lr).loss)
+        out.append(engine.train_step(step, lr=learning_rate(index, LR, schedule)).loss)
     engine.close()
     return out
 

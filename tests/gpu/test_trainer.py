@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.config.schema import ScheduleConfig
 from megatron_lite.engine.engine import Engine
+from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.grid import Grid, init_grid
 from tests import oracle
 from tests.megatron_lite.conftest import batches, model_config, run_config
@@ -25,12 +27,10 @@ def engine_on(grid: Grid, config, dtype: str, stage: int = 1, **settings) -> Eng
 
 
 def run(engine: Engine, steps) -> list[tuple[float, float]]:
-    from megatron_lite.optim.lr_schedule import learning_rate
-
+    schedule = ScheduleConfig(train_steps=len(steps), warmup_steps=WARMUP, decay_steps=len(steps))
     out = []
     for index, step in enumerate(steps):
-        lr = learning_rate(index, kind="cosine", peak=LR, warmup_steps=WARMUP, decay_steps=len(steps), min_ratio=0.1)
-        result = engine.train_step(step, lr=lr)
+        result = engine.train_step(step, lr=learning_rate(index, LR, schedule))
         assert not result.skipped
         out.append((result.loss, result.gradient_norm))
     return out

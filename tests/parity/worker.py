@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.config.schema import ScheduleConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.grid import Grid, init_grid
@@ -86,7 +87,7 @@ def engine_of(
 
 
 def rate(step: int) -> float:
-    return learning_rate(step, kind="cosine", peak=LR, warmup_steps=WARMUP, decay_steps=STEPS, min_ratio=0.1)
+    return learning_rate(step, LR, ScheduleConfig(train_steps=STEPS, warmup_steps=WARMUP, decay_steps=STEPS))
 
 
 def own(step: list[Any], grid: Grid) -> list[Any]:

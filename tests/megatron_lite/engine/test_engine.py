@@ -12,6 +12,7 @@ import torch
 
 import megatron_lite.engine.engine
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.config.schema import ScheduleConfig
 from megatron_lite.engine.engine import StepResult
 from megatron_lite.fault_tolerance.guards import SpikeGuard
 from megatron_lite.optim.lr_schedule import learning_rate
@@ -23,7 +24,7 @@ LR, WARMUP = 1e-4, 3  # a higher rate amplifies float32 rounding past the tolera
 
 
 def rate(step: int, total: int) -> float:
-    return learning_rate(step, kind="cosine", peak=LR, warmup_steps=WARMUP, decay_steps=total, min_ratio=0.1)
+    return learning_rate(step, LR, ScheduleConfig(train_steps=total, warmup_steps=WARMUP, decay_steps=total))
 
 
 def run(engine, steps) -> list[StepResult]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from megatron_lite.config.schema import ScheduleConfig
 from megatron_lite.optim.lr_schedule import learning_rate
 
-COMMON = {"peak": 1.0, "warmup_steps": 10, "decay_steps": 110, "min_ratio": 0.1}
+COMMON = {"train_steps": 120, "warmup_steps": 10, "decay_steps": 110}
+
+
+def rate_of(step: int, **changes: Any) -> float:
+    return learning_rate(step, 1.0, ScheduleConfig(**{**COMMON, **changes}))
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "inverse_sqrt", "wsd"])
 def test_warmup_is_linear_and_reaches_the_peak(kind):
-    rates = [learning_rate(step, kind=kind, **COMMON) for step in range(11)]
+    rates = [rate_of(step, kind=kind) for step in range(11)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert learning_rate(0, kind=kind, **{**COMMON, "warmup_steps": 0}) == pytest.approx(1.0)
+    assert rate_of(0, kind=kind, warmup_steps=0) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +47,12 @@ def test_warmup_is_linear_and_reaches_the_peak(kind):
     ],
 )
 def test_points(kind, step, rate):
-    assert learning_rate(step, kind=kind, **COMMON) == pytest.approx(rate)
+    assert rate_of(step, kind=kind) == pytest.approx(rate)
+
+
+def test_lowest_rate_and_the_decay_of_wsd_are_configured():
+    assert rate_of(110, kind="linear", min_lr_ratio=0.3) == pytest.approx(0.3)
+    assert rate_of(66, kind="wsd", wsd_decay_fraction=0.8) == pytest.approx(0.55)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +60,5 @@ def test_points(kind, step, rate):
     [("linear", {"decay_steps": 10}), ("cosine", {"decay_steps": 5}), ("wsd", {"wsd_decay_fraction": 0.0})],
 )
 def test_a_decay_without_length_is_over_at_its_end(kind, changes):
-    rates = [learning_rate(step, kind=kind, **{**COMMON, **changes}) for step in (9, 110, 111)]
+    rates = [rate_of(step, kind=kind, **changes) for step in (9, 110, 111)]
     assert rates == pytest.approx([1.0, 0.1, 0.1])
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match=r"schedule\.kind: 'steps'"):
-        learning_rate(20, kind="steps", **COMMON)  # type: ignore[arg-type]
