@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.writer import refuse_not_finite
@@ -29,10 +29,7 @@ from megatron_lite.metrics.per_source_loss import PerSourceLoss
 from megatron_lite.metrics.step_metrics import StepMetrics
 from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.collectives import any_rank, set_collective_timeout
-from megatron_lite.planning.flops import peak_flops, training_flops_per_token
 from megatron_lite.validation import ValidationSet, due_measurements, evaluate
-
-ModelT = TypeVar("ModelT")
 
 # Times `run.watchdog_minutes` and `run.timeout_minutes`, for the first step, which compiles, and for suites.
 _LONG = 3.0
@@ -101,43 +98,42 @@ class FitResult:
     checkpoint: Path | None
 
 
-class Trainer(Generic[ModelT]):
+class Trainer:
     """Trains an engine.
 
     Args:
+        metrics: on the main process; None on the others.
         checkpointer: for the engine and the run's checkpoints folder.
         batches: consumed samples -> the steps from there on.
-        validation: None for a run without validation data. test: a second set, for the end of the run.
-        sources: names of the sources of the text, indexed by `source` of the batches, for per-source losses.
-        sample: returns text of the model, as values to log. Every process calls it after each validation.
-        suites: returns scores of `evaluation.suites`. Every process calls it; processes without results return nothing.
+        validation: read during the run and at its end; None for a run without validation data.
+        test: a second set, for the end of the run; None for none.
+        sources: names of the sources of the text, indexed by `source` of the batches, for per-source losses; empty for none.
+        state: of the start checkpoint, or of a new run. The trainer updates it.
+        sample: returns text of the model, as values to log; None for none. Every process calls it after each validation.
+        suites: returns scores of `evaluation.suites`, empty on processes without results; None for none. Every process calls it.
         early: signals received before the trainer existed; they stop it after its first step.
     """
 
     def __init__(
         self,
         engine: Engine,
-        config: Config[ModelT],
+        config: Config[Any],
         metrics: MetricsLogger | None,
         checkpointer: Checkpointer,
         *,
         batches: Callable[[int], Steps],
         validation: ValidationSet | None,
-        test: ValidationSet | None = None,
-        sources: Sequence[str] = (),
+        test: ValidationSet | None,
+        sources: Sequence[str],
         state: TrainState,
-        sample: Callable[[], dict[str, str]] | None = None,
-        suites: Callable[[], dict[str, float]] | None = None,
-        early: StopSignal | None = None,
+        sample: Callable[[], dict[str, str]] | None,
+        suites: Callable[[], dict[str, float]] | None,
+        early: StopSignal,
     ) -> None:
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._sample = batches, validation, test, sample
         self._config_yaml = dump_config(config)
-        length = config.batch.sequence_length
-        flops = training_flops_per_token(engine.model, length, config.data.predicted_fraction)
-        peak = peak_flops(engine.grid.device, engine.dtype) if engine.grid.is_main else None
-        per_image = length if config.data.objective == "classification" else None
-        self._step_metrics = StepMetrics(engine, flops, peak, per_image)
+        self._step_metrics = StepMetrics(engine, config)
         self._sources = PerSourceLoss(sources, state.source_sums)
         self._suites, self._early = suites, early
         self._checkpointer = checkpointer

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import resource
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from megatron_lite.config.schema import Config
+from megatron_lite.planning.flops import peak_flops, training_flops_per_token
 
 if TYPE_CHECKING:
     from megatron_lite.engine.engine import Engine, StepResult
@@ -14,26 +17,22 @@ if TYPE_CHECKING:
 
 
 class StepMetrics:
-    """Compute the values of a log line.
+    """Compute the values of a log line. Only the main process calls `values`.
+
+    Image classifiers have images per second and no perplexity.
 
     Args:
-        engine: the engine that ran the steps.
-        flops_per_token: training FLOPs per token, forward and backward.
-        peak_flops: peak FLOP/s of one device; None: no MFU.
-        tokens_per_image: of an image classifier, which has images per second and no perplexity; None: a language model.
+        engine: the engine that runs the steps.
+        config: the configuration of the run.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        flops_per_token: float,
-        peak_flops: float | None,
-        tokens_per_image: int | None = None,
-    ) -> None:
-        self._engine, self._tokens_per_image = engine, tokens_per_image
-        self._mfu_per_token = 0.0
-        if peak_flops:
-            self._mfu_per_token = flops_per_token / (peak_flops * engine.grid.world_size)
+    def __init__(self, engine: Engine, config: Config[Any]) -> None:
+        self._engine, length = engine, config.batch.sequence_length
+        self._tokens_per_image = length if config.data.objective == "classification" else None
+        flops = training_flops_per_token(engine.model, length, config.data.predicted_fraction)
+        # The peak of a CPU is measured, so only the process that logs it does so.
+        peak = peak_flops(engine.grid.device, engine.dtype) if engine.grid.is_main else math.nan
+        self._mfu_per_token = flops / (peak * engine.grid.world_size)
 
     def values(
         self,
@@ -73,8 +72,7 @@ class StepMetrics:
         }
         if self._tokens_per_image:
             values["images_per_second"] = tokens / seconds / self._tokens_per_image
-        if self._mfu_per_token:
-            values["mfu"] = tokens / seconds * self._mfu_per_token
+        values["mfu"] = tokens / seconds * self._mfu_per_token
         if self._engine.dtype == "fp16":
             values["loss_scale"] = result.loss_scale
         if stragglers is not None:

@@ -152,7 +152,7 @@ def _open_metrics(config: Config[Any], state: TrainState, *, keep_previous: bool
     )
 
 
-def _fit(trainer: Trainer[Any], objective: Objective) -> int:
+def _fit(trainer: Trainer, objective: Objective) -> int:
     """Train, print the summary on the main process and return 0."""
     try:
         result = trainer.fit()
