@@ -18,11 +18,37 @@ from .layers.lm_head import Head
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Hold a layer's canonical name, the function that builds it, and the name of the layer whose `weight` it shares."""
+    """Describe one layer before it is built.
+
+    Attributes:
+        name: canonical name.
+        index: position in the model.
+        create: returns the layer with weights from the global random state.
+        tied_to: name of the layer whose `weight` it shares; None for none.
+    """
 
     name: str
-    build: Callable[[], nn.Module]
+    index: int
+    create: Callable[[], nn.Module]
     tied_to: str | None = None
+
+    def build(self, seed: int | None = None) -> nn.Module:
+        """Return the layer, with initial weights that depend on (seed, index) only.
+
+        The weights are drawn on the default device (`with torch.device("cuda")`); CPU and CUDA draw different numbers. The
+        global random state does not change. seed None: draw from the global random state instead.
+        """
+        if seed is None:
+            return self.create()
+        device = torch.get_default_device()
+        digest = hashlib.sha256(f"{seed}/{self.index}".encode()).digest()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            value = int.from_bytes(digest[:8], "little") >> 1
+            torch.default_generator.manual_seed(value)
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(value)
+            return self.create()
 
 
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
@@ -33,32 +59,13 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
 
         layers = PatchEmbedding, ImageBlock, ClassificationHead
     first, block, last = layers
-    blocks = [LayerSpec(f"blocks.{i}", partial(block, config, i)) for i in range(config.num_layers)]
+    blocks = [LayerSpec(f"blocks.{i}", i + 1, partial(block, config, i)) for i in range(config.num_layers)]
     tied_to = "embedding" if config.tie_embeddings else None
     return [
-        LayerSpec("embedding", partial(first, config)),
+        LayerSpec("embedding", 0, partial(first, config)),
         *blocks,
-        LayerSpec("head", partial(last, config), tied_to),
+        LayerSpec("head", config.num_layers + 1, partial(last, config), tied_to),
     ]
-
-
-def build_layer(spec: LayerSpec, index: int, seed: int | None) -> nn.Module:
-    """Return layer `index`, with initial weights that depend on (seed, index) only.
-
-    The weights are drawn on the default device (`with torch.device("cuda")`); CPU and CUDA draw different numbers. The global
-    random state does not change. seed None: draw from the global random state instead.
-    """
-    if seed is None:
-        return spec.build()
-    device = torch.get_default_device()
-    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        value = int.from_bytes(digest[:8], "little") >> 1
-        torch.default_generator.manual_seed(value)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(value)
-        return spec.build()
 
 
 def example_batch(config: ModelConfig, size: int, length: int) -> dict[str, Tensor]:
@@ -79,7 +86,7 @@ class LanguageModel(nn.Module):
         self.config = config
         specs = layer_specs(config)
         if layers is None:
-            layers = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
+            layers = [spec.build(seed) for spec in specs]
         self.embedding, *blocks, self.head = layers
         self.blocks = nn.ModuleList(blocks)
         if specs[-1].tied_to is not None:

@@ -53,7 +53,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from megatron_lite.parallel.sharding_plan import ShardingSpec, shard_of
     from megatron_lite.planning.flops import forward_flops
     from models.config import ModelConfig
-    from models.language_model import build_layer, layer_specs
+    from models.language_model import layer_specs
     from tools.loading.token_data import data_config
 
     source = checkpoint.resolve(source)
@@ -71,7 +71,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
 
     specs = layer_specs(model)
     with torch.device("meta"):
-        layers: list[Any] = [build_layer(spec, index, 0) for index, spec in enumerate(specs)]
+        layers: list[Any] = [spec.build() for spec in specs]
     bounds = stage_bounds(forward_flops(layers, length, data_config(settings).predicted_fraction), pipeline)
     stage_of = {
         spec.name: next(stage for stage in range(pipeline) if index < bounds[stage + 1])

@@ -72,12 +72,11 @@ class Engine:
     """A model under DeepSpeed. Pipelines use its 1F1B engine with ZeRO 1; all other layouts its plain engine with ZeRO 1 to 3.
 
     Args:
-        config: the configuration of the run. `specs` and `build_layer` describe the model; `config.model` is not read. Unless
-            `data.objective` is causal, the engine also counts correct predictions.
+        config: the configuration of the run. `specs` describe the model; `config.model` is not read. Unless `data.objective`
+            is causal, the engine also counts correct predictions.
         grid: has the sizes of `config.parallel`.
         dtype: "bf16", "fp16" or "fp32". The caller resolves `precision.dtype` "auto".
         specs: the layers, in order.
-        build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
         context_parallel: a context in which the layers treat their inputs as the local shard of a sequence.
         recompute: a context in which the layers recompute elementwise results instead of storing them.
 
@@ -101,7 +100,6 @@ class Engine:
         dtype: str,
         *,
         specs: Sequence[LayerSpec],
-        build_layer: Callable[[Any, int, int], nn.Module],
         context_parallel: ContextParallel,
         recompute: Recompute,
     ) -> None:
@@ -115,7 +113,7 @@ class Engine:
         if config.data.objective != "causal":
             self._num_correct = torch.zeros((), dtype=torch.float64, device=grid.device)
         import_deepspeed()
-        self._shard = shard = ModelShard(config, grid, specs, build_layer)
+        self._shard = shard = ModelShard(config, grid, specs)
         self.fp8_summary = fp8_summary(fp8, shard.model, grid.tensor_size, dtype)
         self.model, self.layers, self.sharding_specs = shard.model, list(shard.layers.values()), shard.sharding_specs
         self._context = context_parallel_group(grid)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,19 +21,28 @@ from megatron_lite.planning.flops import forward_flops
 
 
 class LayerSpec(Protocol):
-    """One layer of the model before it is built: its canonical name, and the layer whose weight it shares."""
+    """One layer of the model before it is built.
+
+    Attributes:
+        name: canonical name.
+        tied_to: name of the layer whose `weight` it shares; None for none.
+    """
 
     @property
     def name(self) -> str: ...
     @property
     def tied_to(self) -> str | None: ...
 
+    def build(self, seed: int | None = None) -> nn.Module:
+        """Return the layer at full width. With a seed its weights are the same in every layout and on every process."""
+        ...
+
 
 class ModelShard:
     """The layers of this process's pipeline stage, sharded over its tensor-parallel group.
 
     Args:
-        config, grid, specs, build_layer: as in `Engine`.
+        config, grid, specs: as in `Engine`.
 
     Attributes:
         model: all layers at full width on the device "meta".
@@ -48,17 +57,11 @@ class ModelShard:
         ValueError: as `parallelize.shard_and_fuse`.
     """
 
-    def __init__(
-        self,
-        config: Config[Any],
-        grid: Grid,
-        specs: Sequence[LayerSpec],
-        build_layer: Callable[[Any, int, int], nn.Module],
-    ) -> None:
+    def __init__(self, config: Config[Any], grid: Grid, specs: Sequence[LayerSpec]) -> None:
         self._grid = grid
         seed, parallel = config.run.seed, config.parallel
         with torch.device("meta"):
-            self.model: list[Any] = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
+            self.model: list[Any] = [spec.build(seed) for spec in specs]
         self._describe(specs)
         costs = forward_flops(self.model, config.batch.sequence_length, config.data.predicted_fraction)
         self.bounds = stage_bounds(costs, grid.pipe_size)
@@ -74,7 +77,7 @@ class ModelShard:
         self.layers: dict[int, Any] = {}
         for index in range(self.bounds[grid.pipe_rank], self.bounds[grid.pipe_rank + 1]):
             with grid.device:
-                self.layers[index] = build_layer(specs[index], index, seed)
+                self.layers[index] = specs[index].build(seed)
             in_fp8 = is_fp8_layer(config.precision.fp8, index, len(specs))
             shard_and_fuse(self.layers[index], self.tensor, parallel, in_fp8)
         self._by_name = {specs[index].name: layer for index, layer in self.layers.items()}

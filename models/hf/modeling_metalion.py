@@ -183,7 +183,7 @@ class MetalionForSequenceClassification(MetalionPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.head = _norm_only(self._specs)
-        self._specs["score"] = LayerSpec("score", self._new_score)
+        self._specs["score"] = LayerSpec("score", len(self._specs), self._new_score)
         self.score = self._new_score()
         self.post_init()
 

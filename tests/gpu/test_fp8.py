@@ -22,7 +22,7 @@ from megatron_lite.parallel.fp8_projections import select_projections, use_fp8
 from megatron_lite.parallel.fused_projections import fuse_projections, project_inputs
 from megatron_lite.parallel.grid import Grid, init_grid
 from models.config import ModelConfig
-from models.language_model import build_layer, layer_specs
+from models.language_model import layer_specs
 from models.layers.mlp import GatedMLP
 from models.recompute import recompute_elementwise
 from tests import oracle
@@ -197,7 +197,7 @@ def test_blocks_that_quantise_their_results_equal_separate_kernels(mixer, recomp
     """Compare outputs and all gradients of two blocks of MetaLA 360M, up to the rounding of FP8, the kernels and the memory."""
     config = model_config((mixer,), hidden_size=1024, num_heads=8, intermediate_size=2816)
     with torch.device("cuda"):
-        blocks = [build_layer(spec, index, 5) for index, spec in enumerate(layer_specs(config))][1:-1]
+        blocks = [spec.build(5) for spec in layer_specs(config)][1:-1]
     blocks = [block.bfloat16() for block in blocks]
     x, dy = torch.randn(2, 4, 480, 1024, device="cuda").bfloat16()
     calls = record_quantised(monkeypatch)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
-from models.language_model import LanguageModel, build_layer, count_parameters, layer_specs
+from models.language_model import LanguageModel, count_parameters, layer_specs
 
 PYTHIA = {
     "mixers": ("attention",),
@@ -97,15 +97,16 @@ def test_layer_weights_do_not_depend_on_other_layers():
     before = torch.get_rng_state()
     specs = layer_specs(config)
     assert [spec.name for spec in specs] == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert [spec.index for spec in specs] == [0, 1, 2, 3, 4]
     assert [spec.tied_to for spec in specs] == [None, None, None, None, "embedding"]
     for index in (3, 1):
-        alone = build_layer(specs[index], index, 5)
+        alone = specs[index].build(5)
         for name, value in alone.state_dict().items():
             assert torch.equal(value, whole.blocks[index - 1].state_dict()[name]), name
     assert torch.equal(torch.get_rng_state(), before)
     first, second = (whole.blocks[i].mixer.q_proj.weight for i in (0, 1))
     assert not torch.equal(first, second)
-    other = build_layer(specs[1], 1, 6)
+    other = specs[1].build(6)
     assert not torch.equal(other.mixer.q_proj.weight, first)
 
 

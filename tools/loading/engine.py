@@ -6,7 +6,7 @@ from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid
 from models.config import ModelConfig
-from models.language_model import build_layer, layer_specs
+from models.language_model import layer_specs
 from models.operators.context_parallel import context_parallel
 from models.recompute import recompute_elementwise
 
@@ -18,7 +18,6 @@ def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
         grid,
         dtype,
         specs=layer_specs(config.model),
-        build_layer=build_layer,
         context_parallel=context_parallel,
         recompute=recompute_elementwise,
     )

@@ -66,10 +66,10 @@ def layer_flops(config: Config[ModelConfig]) -> list[float]:
 def _meta_layers(model: ModelConfig) -> list[Any]:
     import torch
 
-    from models.language_model import build_layer, layer_specs
+    from models.language_model import layer_specs
 
     with torch.device("meta"):
-        return [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(model))]
+        return [spec.build() for spec in layer_specs(model)]
 
 
 def fp8_flops(config: Config[ModelConfig]) -> float:

@@ -22,7 +22,7 @@ from megatron_lite.parallel.layout import Layout
 from megatron_lite.parallel.tensor_parallel import TensorGroup
 from megatron_lite.planning.memory import LayerCost, layer_cost
 from models.config import ModelConfig
-from models.language_model import build_layer, example_batch, layer_specs
+from models.language_model import example_batch, layer_specs
 from models.operators.context_parallel import context_parallel as on_local_shard
 from models.recompute import recompute_elementwise
 from tools.planning.meta_device import kernels_of_cuda
@@ -74,7 +74,7 @@ def layer_costs(
             kind += f" {values} {in_fp8}"
             if kind not in known:
                 with torch.device(device):
-                    layer = build_layer(spec, index, None if device == "meta" else 0)
+                    layer = spec.build(None if device == "meta" else 0)
                 muon_names = matrices_of(layer) if block else {}  # before tensor parallelism replaces linear layers
                 shard_and_fuse(layer, tensor, parallel, in_fp8)
                 layer = layer.to(dtype)

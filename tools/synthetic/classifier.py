@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.language_model import LayerSpec, build_layer, layer_specs
+from models.language_model import LayerSpec, layer_specs
 from models.layers.embedding import Embedding
 from models.layers.norm import Norm
 from models.layers.projections import linear
@@ -37,8 +37,8 @@ class Classifier(WithDropout):
         super().__init__(run)
         specs = layer_specs(config)[:-1]
         if images:
-            specs[0] = LayerSpec("pixels", partial(PixelEmbedding, config))
-        self.embedding, *blocks = (build_layer(spec, index, run.seed) for index, spec in enumerate(specs))
+            specs[0] = LayerSpec("pixels", 0, partial(PixelEmbedding, config))
+        self.embedding, *blocks = (spec.build(run.seed) for spec in specs)
         if not images:
             self.embedding.lookup = look_up_filler
         self.blocks = nn.ModuleList(blocks)
@@ -49,9 +49,7 @@ class Classifier(WithDropout):
             self.norm = BatchNorm(config)
         self.pairs, self.images = pairs, images
         inputs = (4 if pairs else 1) * config.hidden_size
-        self.output = build_layer(
-            LayerSpec("classifier", partial(linear, config, inputs, classes)), len(specs), run.seed
-        )
+        self.output = LayerSpec("classifier", len(specs), partial(linear, config, inputs, classes)).build(run.seed)
         self.pad = config.vocab_size - 1
         sinusoidal = run.network.get("positions") == "sinusoidal"
         vectors = sines(run.length, config.hidden_size) if sinusoidal else None

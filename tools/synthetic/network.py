@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from models.backend import is_supported
 from models.config import ModelConfig
-from models.language_model import LanguageModel, LayerSpec, build_layer
+from models.language_model import LanguageModel, LayerSpec
 from models.layers.embedding import look_up
 from models.layers.norm import Norm
 from models.layers.projections import linear
@@ -159,8 +159,8 @@ class Network(WithDropout):
                 module.dot_product = self._attend
         self.decoder: nn.Module | None = None
         if run.base_task == "compression":
-            spec = LayerSpec("decoder", partial(Decoder, config, run.length))
-            self.decoder = build_layer(spec, config.num_layers + 2, run.seed)
+            spec = LayerSpec("decoder", config.num_layers + 2, partial(Decoder, config, run.length))
+            self.decoder = spec.build(run.seed)
         first = run.network.get("first_weights", "model")
         if first != "model":
             _init_as_mad_lab(self, run.seed, small_mixers=first == "mad_lab_gla")

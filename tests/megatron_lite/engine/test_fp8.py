@@ -13,7 +13,7 @@ from megatron_lite.config.fp8_schema import Fp8Config, fp8_problems
 from megatron_lite.config.schema import ParallelConfig, PrecisionConfig
 from megatron_lite.engine.precision import fp8_summary, is_fp8_layer
 from megatron_lite.parallel.fp8_projections import check_device, select_projections, use_fp8
-from models.language_model import build_layer, layer_specs
+from models.language_model import layer_specs
 from models.mixers import MIXERS
 from tests.megatron_lite.conftest import batches, model_config
 from tests.megatron_lite.engine.test_engine import run
@@ -93,7 +93,7 @@ def test_output_gate_of_metala_adds_as_much_error_as_the_output_projection():
     x = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0))
 
     def output(*names: str) -> torch.Tensor:
-        mixer = build_layer(layer_specs(config)[1], 1, 0).mixer
+        mixer = layer_specs(config)[1].build(0).mixer
         use_fp8(mixer, names)
         return mixer(x).detach()
 
@@ -158,4 +158,4 @@ def test_a_device_without_fp8_is_refused_by_name(monkeypatch, name, capability, 
 def model_layers(**changes):
     config = model_config(**changes)
     with torch.device("meta"):
-        return [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(config))]
+        return [spec.build() for spec in layer_specs(config)]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.config.data_schema import DataConfig
 from megatron_lite.engine.model_shard import ModelShard
-from models.language_model import build_layer, layer_specs
+from models.language_model import layer_specs
 from tests.megatron_lite.conftest import model_config, run_config
 
 
@@ -28,6 +28,6 @@ def test_stages_have_about_equal_flops(grid, length, data, bounds):
     config: Any = run_config(model, length=length, pipeline=2).model_copy(update={"data": DataConfig(**data)})
     for rank in range(2):
         stage = replace(grid, pipe_rank=rank, pipe_size=2)
-        shard = ModelShard(config, stage, layer_specs(model), build_layer)
+        shard = ModelShard(config, stage, layer_specs(model))
         assert shard.bounds == bounds
         assert list(shard.layers) == list(range(bounds[rank], bounds[rank + 1]))

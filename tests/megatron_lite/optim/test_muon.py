@@ -17,7 +17,7 @@ from megatron_lite.optim.muon import Muon, orthogonalize_by_shape
 from megatron_lite.optim.param_groups import matrices_of
 from megatron_lite.optim.whole_matrices import MatrixPiece, assign_owners, newton_schulz_cost
 from megatron_lite.parallel.sharding_plan import Shard
-from models.language_model import build_layer, layer_specs
+from models.language_model import layer_specs
 from models.mixers import MIXERS
 from tests import oracle
 from tests.megatron_lite.conftest import batches, model_config
@@ -63,7 +63,7 @@ def test_matrices_and_heads_of_every_mixer():
             (mixer,), num_layers=3, mixer_options={"lion": {"variant": "s"}} if mixer == "lion" else {}
         )
         with torch.device("meta"):
-            block = build_layer(layer_specs(config)[2], 2, None)
+            block = layer_specs(config)[2].build()
         matrices = matrices_of(block)
         wide = {name for name, parameter in block.named_parameters() if parameter.ndim > 1}
         others[mixer] = {name.removeprefix("mixer.") for name in wide - set(matrices) if "conv" not in name}
@@ -93,7 +93,7 @@ def test_matrices_and_heads_of_every_mixer():
 def test_queries_keys_and_values_have_their_own_heads(mixer, options, heads):
     config = model_config((mixer,), num_heads=8, mixer_options={mixer: options})
     with torch.device("meta"):
-        matrices = matrices_of(build_layer(layer_specs(config)[1], 1, None))
+        matrices = matrices_of(layer_specs(config)[1].build())
     assert tuple(matrices[f"mixer.{name}_proj.weight"] for name in "qkv") == heads
 
 
