@@ -18,18 +18,13 @@ from megatron_lite.config.schema import ParallelConfig
 Recompute = Callable[[], AbstractContextManager[None]]
 
 
-def checkpointed(
-    layer: Callable[..., Tensor],
-    index: int,
-    count: int,
-    parallel: ParallelConfig,
-    recompute: Recompute,
-) -> Callable[..., Tensor]:
-    """Return the call of a layer under activation checkpointing (Chen et al. 2016). Only blocks recompute.
+def checkpointed(layer: Callable[..., Tensor], mode: str, recompute: Recompute) -> Callable[..., Tensor]:
+    """Return the call of a layer under activation checkpointing (Chen et al. 2016).
 
-    recompute: a context in which layers do not store elementwise results.
+    Args:
+        mode: "none", "elementwise", "selective" or "full", from `mode_of`.
+        recompute: a context in which layers do not store elementwise results, for "elementwise".
     """
-    mode = mode_of(index, count, parallel)
     if mode == "none":
         return layer
     if mode == "elementwise":

@@ -335,8 +335,7 @@ class Engine:
         if self.grid.pipe_size > 1:
             from megatron_lite.engine.pipeline_stage import Stage
 
-            shard = self._shard
-            self._stage = Stage(shard.layers, calls, bounds=shard.bounds, grid=self.grid, tied=bool(shard.tied))
+            self._stage = Stage(self._shard, calls, self.grid)
             return self._stage, None
         mpu = None
         if self.grid.tensor_size > 1:

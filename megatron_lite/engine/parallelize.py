@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ParallelConfig
-from megatron_lite.engine.activation_checkpointing import Recompute, checkpointed
+from megatron_lite.engine.activation_checkpointing import Recompute, checkpointed, mode_of
 from megatron_lite.engine.cuda_graph import GraphedBlocks
 from megatron_lite.engine.sequential import chain
 from megatron_lite.engine.tensor_overlap import MicroBatchOverlap, overlap_parts
@@ -36,15 +36,15 @@ Call = Callable[..., Tensor]
 ContextParallel = Callable[[ContextParallelGroup], AbstractContextManager[None]]
 
 
-def shard_and_fuse(layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig, fp8: bool = False) -> None:
+def shard_and_fuse(layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig, in_fp8: bool) -> None:
     """Shard a full-width layer in place over the tensor-parallel group, and fuse its projections where that is possible.
 
-    fp8: whether the projections that allow it run in FP8.
+    in_fp8: whether the projections that allow it run in FP8.
 
     Raises:
         ValueError: as `shard_layer`.
     """
-    names = select_projections(layer, 1 if tensor is None else tensor.count)[0] if fp8 else []
+    names = select_projections(layer, 1 if tensor is None else tensor.count)[0] if in_fp8 else []
     if tensor is not None:
         shard_layer(layer, tensor)
     use_fp8(layer, names, tensor)
@@ -78,11 +78,12 @@ def parallelize(
             block.compile()
 
     group = context_parallel_group(grid)
+    modes = {index: mode_of(index, count, parallel) for index in layers}
     calls: dict[int, Call] = {}
     for index, layer in layers.items():
         # Context parallelism inside recomputation, because the backward pass recomputes a layer in another thread.
         call = layer if group is None else _on_local_shard(layer, group, context_parallel)
-        calls[index] = checkpointed(call, index, count, parallel, recompute)
+        calls[index] = checkpointed(call, modes[index], recompute)
 
     graph = parallel.cuda_graph and grid.device.type == "cuda"
     if not blocks or not (parallel.tensor_overlap or graph):
@@ -90,7 +91,7 @@ def parallelize(
     all_blocks = eager = chain([calls[index] for index in blocks])
     if parallel.tensor_overlap:
         all_blocks = MicroBatchOverlap(
-            [overlap_parts(block, index, count, parallel, recompute) for index, block in blocks.items()],
+            [overlap_parts(block, modes[index], recompute) for index, block in blocks.items()],
             [parameter for block in blocks.values() for parameter in block.parameters()],
             grid.device,
         )

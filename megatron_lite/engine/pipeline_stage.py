@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceTiedGrads
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from megatron_lite.engine.model_shard import ModelShard
 from megatron_lite.engine.sequential import Batch, block_inputs, chain, head_inputs
 from megatron_lite.parallel.grid import Grid
 
@@ -35,24 +36,15 @@ class Stage(PipelineModule):
     """The layers of one stage, for DeepSpeed's pipeline engine.
 
     Args:
-        layers: index -> sharded layer of this stage. calls: from `parallelize`.
-        bounds: as `layout.stage_bounds`.
-        tied: the first and the last layer share `weight`.
+        shard: the layers. If one is tied, it is the last one of the model, which shares `weight` with the first.
+        calls: from `parallelize`.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[int, nn.Module],
-        calls: Mapping[int, Callable[..., Tensor]],
-        *,
-        bounds: Sequence[int],
-        grid: Grid,
-        tied: bool,
-    ) -> None:
-        self._bounds = list(bounds)
-        count = bounds[-1]
+    def __init__(self, shard: ModelShard, calls: Mapping[int, Callable[..., Tensor]], grid: Grid) -> None:
+        self._bounds, layers = shard.bounds, shard.layers
+        count = self._bounds[-1]
         entries = [layers.get(index, nn.Identity()) for index in range(count)]
-        if tied:
+        if shard.tied:
             for index in (0, count - 1):
                 entries[index] = _Tied(layers.get(index))
         super().__init__(entries, topology=topology(grid))
@@ -62,7 +54,7 @@ class Stage(PipelineModule):
         self._scale = 1.0
         self._shape: torch.Size | None = None
         self._nll = torch.zeros((), dtype=torch.float64, device=grid.device)
-        if tied and self._is_last:
+        if shard.tied and self._is_last:
             # DeepSpeed excludes every parameter of the tied layer from the gradient norm, even those that are not tied.
             for name, parameter in layers[count - 1].named_parameters():
                 parameter.ds_pipe_replicated = name == "weight"  # type: ignore[attr-defined]

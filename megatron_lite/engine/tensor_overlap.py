@@ -18,26 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.schema import ParallelConfig
-from megatron_lite.engine.activation_checkpointing import Recompute, checkpointed, mode_of
+from megatron_lite.engine.activation_checkpointing import Recompute, checkpointed
 
 Part = Callable[..., Any]
 
 
-def overlap_parts(
-    layer: Any,
-    index: int,
-    count: int,
-    parallel: ParallelConfig,
-    recompute: Recompute,
-) -> list[Part]:
-    """Return the parts of a block under activation checkpointing; arguments as `checkpointed`.
+def overlap_parts(block: Any, mode: str, recompute: Recompute) -> list[Part]:
+    """Return the parts of a block under activation checkpointing; `mode` and `recompute` as in `checkpointed`.
 
     A block that is recomputed has one part, because the tensors between parts would have to be stored.
     """
-    is_recomputed = mode_of(index, count, parallel) not in ("none", "elementwise")
-    parts = (layer,) if is_recomputed else (layer.mix, layer.finish)
-    return [checkpointed(part, index, count, parallel, recompute) for part in parts]
+    parts = (block.mix, block.finish) if mode in ("none", "elementwise") else (block,)
+    return [checkpointed(part, mode, recompute) for part in parts]
 
 
 class MicroBatchOverlap:

@@ -65,7 +65,8 @@ def layer_costs(
     with kernels_of_cuda() if device == "meta" else contextlib.nullcontext():
         for index, spec in enumerate(specs):
             block = 0 < index < len(specs) - 1
-            kind = f"{mixer_kind(model, index - 1)} {mode_of(index, len(specs), parallel)}" if block else spec.name
+            mode = mode_of(index, len(specs), parallel)
+            kind = f"{mixer_kind(model, index - 1)} {mode}" if block else spec.name
             # The values of the first layer of a value residual, of this rank's heads and all tokens.
             values = (
                 model.hidden_size * length // (layout.tensor * residual_length) if model.reads_values(index - 1) else 0
@@ -80,7 +81,7 @@ def layer_costs(
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, residual_length, model.hidden_size + values)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)
-                call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, recompute_elementwise)
+                call = checkpointed(partial(_on_rank, ranks, layer), mode, recompute_elementwise)
                 extra = batch if index == len(specs) - 1 else {}
                 parameters = sum(p.numel() for p in layer.parameters())
                 matrices = sum(p.numel() for name, p in layer.named_parameters() if name in muon_names)

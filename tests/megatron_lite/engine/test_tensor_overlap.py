@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.tensor_overlap import MicroBatchOverlap, overlap_parts
 from megatron_lite.parallel.fused_projections import project_inputs
 from megatron_lite.parallel.grid import init_grid
@@ -55,8 +54,7 @@ def build(mode: str, count: int = 3) -> tuple[nn.ModuleList, MicroBatchOverlap]:
     torch.manual_seed(0)
     tensor = TensorGroup(dist.group.WORLD, 0, 1)
     layers = nn.ModuleList(TwoParts(tensor) for _ in range(count))
-    parallel = ParallelConfig(activation_checkpointing={"mode": mode})
-    parts = [overlap_parts(layer, index + 1, count + 2, parallel, nullcontext) for index, layer in enumerate(layers)]
+    parts = [overlap_parts(layer, mode, nullcontext) for layer in layers]
     return layers, MicroBatchOverlap(parts, list(layers.parameters()), torch.device("cpu"))
 
 
