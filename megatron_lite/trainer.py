@@ -204,7 +204,7 @@ class Trainer:
             )
         sources.add(result.by_source)
         if not math.isfinite(result.loss):
-            self._recompute(micro_batches)
+            self._find_fault(micro_batches)
         seconds = time.perf_counter() - begin
         first = state.consumed_samples
         samples = config.batch.size_at(first)
@@ -256,8 +256,8 @@ class Trainer:
         self._replicas.before_update(self.state.step + 1)
         return self._spikes.should_skip(loss)
 
-    def _recompute(self, micro_batches: Sequence[Batch]) -> None:
-        """Log whether the fault behind a non-finite loss is transient. A non-finite state ends the run."""
+    def _find_fault(self, micro_batches: Sequence[Batch]) -> None:
+        """Log whether the fault behind a non-finite loss is transient or persistent. A non-finite state ends the run."""
         fault = fault_of_loss(self.engine, micro_batches)
         if fault is not None and self.metrics is not None:
             self.metrics.warn(self.state.step + 1, fault.text, kind=fault.kind)

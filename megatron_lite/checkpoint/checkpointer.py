@@ -43,7 +43,7 @@ class Checkpointer(CheckpointWriter):
         path, manifest, not_finite = on_all(grid, lambda: self._read_state(path or self._directory))
         names = [name for names in gather(not_finite, grid) for name in names]
         refuse_not_finite(f"{path} is not finite", names, path.parent, grid)
-        optimizer.loss_scaler = manifest["loss_scale"]
+        optimizer.loss_scaler_state = manifest["loss_scale"]
         optimizer.finish_load(manifest["optimizer_steps"])
         barrier(grid)
         if grid.is_main and (change := optimizer_change(manifest, self._engine.muon_parameters)):

@@ -122,7 +122,7 @@ class CheckpointWriter:
         manifest = new_manifest(step, engine.layout, engine.parameter_shapes(), engine.sharding_specs) | {
             "optimizer_steps": engine.optimizer_state.steps,
             "state": dict(state),
-            "loss_scale": engine.optimizer_state.loss_scaler,
+            "loss_scale": engine.optimizer_state.loss_scaler_state,
             **({AVERAGE: True} if engine.optimizer_state.has_average else {}),
         }
         for name in engine.muon_parameters:

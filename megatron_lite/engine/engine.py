@@ -85,6 +85,8 @@ class Engine:
             `optimizer_of`.
 
     Attributes:
+        grid, dtype: as given.
+        zero_stage: the ZeRO stage that runs, 1 to 3.
         model: all layers at full width on the device "meta", for counting.
         layers: the sharded layers of this process's stage.
         sharding_specs: sharding spec of every parameter of the model, by canonical name.
@@ -108,7 +110,6 @@ class Engine:
         if fp8.recipe != "none":
             check_device(grid.device, dtype, fp8.recipe)
         self.grid, self.dtype, self.zero_stage = grid, dtype, parallel.effective_zero_stage
-        self.accumulation = config.batch.gradient_accumulation_steps
         self._num_correct: Tensor | None = None
         if config.data.objective != "causal":
             self._num_correct = torch.zeros((), dtype=torch.float64, device=grid.device)
@@ -117,7 +118,7 @@ class Engine:
         self.fp8_summary = fp8_summary(fp8, shard.model, grid.tensor_size, dtype)
         self.model, self.layers, self.sharding_specs = shard.model, list(shard.layers.values()), shard.sharding_specs
         self._context = context_parallel_group(grid)
-        client, fillers = optimizer_of(config, shard, grid, dtype)
+        optimizer, fillers = optimizer_of(config, shard, grid, dtype)
         self.muon_parameters = set(shard.matrices) if config.optimizer.name == "muon" else set()
         setting = Setting(dtype, self.zero_stage, grid.replicas, optimizer_state=config.precision.optimizer_state)
         calls = parallelize(
@@ -130,10 +131,10 @@ class Engine:
             keep_gradients=setting.keeps_gradients,
         )
         settings = deepspeed_config(config, self.layers, grid, dtype)
-        zero = self._start_deepspeed(calls, client, fillers, settings)
+        zero = self._start_deepspeed(calls, optimizer, fillers, settings)
         self.optimizer_state = OptimizerState(
             zero,
-            client,
+            optimizer,
             list(shard.sharded_parameters()),
             stage=self.zero_stage,
             dtype=dtype,
@@ -166,10 +167,10 @@ class Engine:
             batches = [with_loss_weight_grad(self._to_device(batch)) for batch in batches]
         # DeepSpeed averages over micro-batches and replicas. This factor undoes it, so that the loss is sum(weight * nll) over
         # the global sum(weight) in every layout. A micro-batch without weight then adds zero instead of NaN.
-        scale = self.accumulation * self.grid.replicas / max(weight, 1e-30)
+        scale = len(micro_batches) * self.grid.replicas / max(weight, 1e-30)
         if not self._engine.module.training:  # `train` visits every module, which takes time
             self._engine.train()
-        loss, num_correct, invalid, scaler = math.nan, 0.0, False, self.optimizer_state.loss_scaler
+        loss, num_correct, invalid, scaler = math.nan, 0.0, False, self.optimizer_state.loss_scaler_state
         if self._num_correct is not None:
             self._num_correct.zero_()
 
@@ -186,7 +187,7 @@ class Engine:
         else:
             self._accumulate(batches, scale, decide)
         if invalid:  # not an overflow, so the loss scale stays
-            self.optimizer_state.loss_scaler = scaler
+            self.optimizer_state.loss_scaler_state = scaler
         skipped = not self._engine.was_step_applied()
         if not skipped:
             self.optimizer_state.update_average()
@@ -239,7 +240,7 @@ class Engine:
         nll, weight, num_correct = all_reduce_sum([nll, weight, self._pop_num_correct()], self.grid)
         return EvaluationSums(nll, weight, None if self._num_correct is None else num_correct)
 
-    def recompute(self, micro_batches: Sequence[Batch]) -> tuple[bool, bool]:
+    def recompute_loss(self, micro_batches: Sequence[Batch]) -> tuple[bool, bool]:
         """Recompute the loss of the last step's micro-batches of this process. Every process calls it; training is unaffected.
 
         Returns:
@@ -346,8 +347,7 @@ class Engine:
 
     def _set_accumulation(self, micro_batches: int) -> None:
         """Set the micro-batches per step, which a batch ramp changes during a run."""
-        if micro_batches != self.accumulation:
-            self.accumulation = micro_batches
+        if micro_batches != self._engine.gradient_accumulation_steps():
             ranks = self._engine.dp_world_size
             self._engine.set_train_batch_size(micro_batches * self._engine.train_micro_batch_size_per_gpu() * ranks)
             self._engine.micro_steps = 0  # a step ends when this counter is a multiple of the accumulation

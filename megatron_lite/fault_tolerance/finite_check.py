@@ -70,7 +70,7 @@ def fault_of_loss(engine: Engine, micro_batches: Sequence[Batch]) -> Fault | Non
     Returns:
         The same on every rank; None if every rank's loss is finite, because no token of the step had a weight.
     """
-    verdicts = gather((*engine.recompute(micro_batches), socket.gethostname()), engine.grid)
+    verdicts = gather((*engine.recompute_loss(micro_batches), socket.gethostname()), engine.grid)
     first, recomputed = ([rank for rank, verdict in enumerate(verdicts) if not verdict[i]] for i in (0, 1))
     hosts = [verdict[2] for verdict in verdicts]
     if recomputed:

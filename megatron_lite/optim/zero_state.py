@@ -86,7 +86,9 @@ class OptimizerState:
     """The optimizer's state on this process.
 
     Args:
-        zero: DeepSpeed's ZeRO optimizer around `adamw`.
+        zero: DeepSpeed's ZeRO optimizer around `optimizer`.
+        optimizer: AdamW or Muon, from `build_optimizer`.
+        parameters: of this process's pipeline stage.
         stage: of ZeRO, 1 to 3.
         dtype: "bf16", "fp16" or "fp32".
         ema_decay: of an exponential moving average of the weights; 0 for none.
@@ -98,7 +100,7 @@ class OptimizerState:
     def __init__(
         self,
         zero: Any,
-        adamw: Any,
+        optimizer: Any,
         parameters: Sequence[ShardedParameter],
         *,
         stage: int,
@@ -106,7 +108,7 @@ class OptimizerState:
         grid: Grid,
         ema_decay: float = 0.0,
     ) -> None:
-        self._zero, self._adamw, self._parameters = zero, adamw, list(parameters)
+        self._zero, self._optimizer, self._parameters = zero, optimizer, list(parameters)
         self._stage, self._dtype, self._grid = stage, dtype, grid
         if dtype == "fp16":
             # At the minimum DeepSpeed would raise. Steps are skipped instead, and the trainer limits their number.
@@ -117,16 +119,18 @@ class OptimizerState:
                 "step": torch.zeros((), dtype=torch.float32, device=flat.device),
                 "exp_avg": torch.zeros_like(flat.data),
             }
-            if isinstance(adamw, Muon) and adamw.param_groups[index]["muon"]:
-                state["exp_avg"] = state["exp_avg"].to(DTYPES[adamw.settings.momentum_dtype])
-                adamw.attach(list(self._matrix_pieces(index)), self._grid.stage_group)
+            if isinstance(optimizer, Muon) and optimizer.param_groups[index]["muon"]:
+                state["exp_avg"] = state["exp_avg"].to(DTYPES[optimizer.settings.momentum_dtype])
+                optimizer.attach(list(self._matrix_pieces(index)), self._grid.stage_group)
             else:
                 state["exp_avg_sq"] = torch.zeros_like(flat.data)
-            adamw.state[flat] = state
+            optimizer.state[flat] = state
         self._ema_decay, self._updates, self.has_average = ema_decay, 0, ema_decay > 0
         self._averages: dict[str, Tensor] = {}
         if self.has_average:
-            self._averages = {one.name: one.tensors["weight"].detach().float().clone() for one in self.fragments()}
+            self._averages = {
+                fragment.name: fragment.tensors["weight"].detach().float().clone() for fragment in self.fragments()
+            }
 
     def fragments(self) -> Iterator[OptimizerFragment]:
         """Yield the training state that this process owns, parameter by parameter."""
@@ -136,7 +140,7 @@ class OptimizerState:
                 start, tensors = self._partition(parameter)
             elif parameter._hp_mapping is not None:  # None: another replica owns all of it
                 mapping = parameter._hp_mapping
-                state = self._adamw.state[self._flats[mapping.param_group_index]]
+                state = self._optimizer.state[self._flats[mapping.param_group_index]]
                 start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
                 tensors = {key: state[key].narrow(0, start, numel) for key in MOMENTS if key in state}
                 tensors["weight"] = mapping.hp_fragment.data.view(-1)[:numel]
@@ -156,7 +160,10 @@ class OptimizerState:
         self._updates += 1
         if self.has_average:
             share = 1 - min(self._ema_decay, (1 + self._updates) / (10 + self._updates))
-            pairs = [(one.tensors[AVERAGE], one.tensors["weight"].detach().float()) for one in self.fragments()]
+            pairs = [
+                (fragment.tensors[AVERAGE], fragment.tensors["weight"].detach().float())
+                for fragment in self.fragments()
+            ]
             if pairs:
                 averages, weights = map(list, zip(*pairs, strict=True))
                 torch._foreach_lerp_(averages, weights, share)
@@ -168,21 +175,21 @@ class OptimizerState:
             yield
             return
         step = self.steps
-        previous = [one.tensors["weight"].clone() for one in self.fragments()]
-        for one in self.fragments():
-            one.tensors["weight"].copy_(one.tensors[AVERAGE])
+        previous = [fragment.tensors["weight"].clone() for fragment in self.fragments()]
+        for fragment in self.fragments():
+            fragment.tensors["weight"].copy_(fragment.tensors[AVERAGE])
         self.finish_load(step)
         try:
             yield
         finally:
-            for one, weight in zip(self.fragments(), previous, strict=True):
-                one.tensors["weight"].copy_(weight)
+            for fragment, weight in zip(self.fragments(), previous, strict=True):
+                fragment.tensors["weight"].copy_(weight)
             self.finish_load(step)
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield the flat buffers of the fragments, with padding: master weights and moments by parameter group, then averages."""
         for flat in self._flats:
-            state = self._adamw.state[flat]
+            state = self._optimizer.state[flat]
             yield from (flat.data, *(state[key] for key in MOMENTS if key in state))
         yield from self._averages.values()
 
@@ -240,7 +247,7 @@ class OptimizerState:
         step: updates that the optimizer has applied, without skipped steps.
         """
         self._updates = step
-        for state in self._adamw.state.values():
+        for state in self._optimizer.state.values():
             state["step"].fill_(float(step))
         if self._stage == 3:
             for sharded in self._parameters:
@@ -263,19 +270,19 @@ class OptimizerState:
     def steps(self) -> int:
         """Return the updates that the optimizer has applied, those before a resume included."""
         # The maximum, because AdamW does not count for a tensor without gradients.
-        return max((int(state["step"].item()) for state in self._adamw.state.values()), default=0)
+        return max((int(state["step"].item()) for state in self._optimizer.state.values()), default=0)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the next update, for all parameters."""
-        for group in self._adamw.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = lr
 
     def compute_muon_update(self) -> None:
         """Orthogonalize copies of the matrices, to measure the time of Muon; nothing with AdamW. Every process calls it."""
-        if isinstance(self._adamw, Muon):
-            for group, flat in zip(self._adamw.param_groups, self._flats, strict=True):
+        if isinstance(self._optimizer, Muon):
+            for group, flat in zip(self._optimizer.param_groups, self._flats, strict=True):
                 if group["muon"]:
-                    self._adamw.orthogonalize(flat.detach().to(self._adamw.compute_dtype, copy=True))
+                    self._optimizer.orthogonalize(flat.detach().to(self._optimizer.compute_dtype, copy=True))
 
     def mark_step_invalid(self) -> None:
         """Make every process skip the next update, by `skip_next` or by a NaN gradient on this process."""
@@ -291,15 +298,15 @@ class OptimizerState:
         return float(self._zero.loss_scale) if self._dtype == "fp16" else 1.0
 
     @property
-    def loss_scaler(self) -> dict[str, float]:
+    def loss_scaler_state(self) -> dict[str, float]:
         """Return the dynamic loss scaler's numbers (fp16); empty otherwise."""
         if self._dtype != "fp16":
             return {}
         scaler = self._zero.loss_scaler
         return {key: getattr(scaler, key) for key in _SCALER_KEYS if hasattr(scaler, key)}
 
-    @loss_scaler.setter
-    def loss_scaler(self, state: Mapping[str, float]) -> None:
+    @loss_scaler_state.setter
+    def loss_scaler_state(self, state: Mapping[str, float]) -> None:
         for key, value in state.items() if self._dtype == "fp16" else ():  # a checkpoint of fp16 may go on in bf16
             setattr(self._zero.loss_scaler, key, value)
 
@@ -319,7 +326,7 @@ class OptimizerState:
                 shape[shard.dim] *= shard.count
                 at = mapping.hp_fragment_address
                 start = mapping.lp_fragment_address.start
-                heads = sharded.heads if self._adamw.settings.per_head else 1
+                heads = sharded.heads if self._optimizer.settings.per_head else 1
                 yield MatrixPiece(sharded.name, (shape[0], shape[1]), shard, start, at.numel, at.start, heads)
 
     def _partition(self, parameter: Any) -> tuple[int, dict[str, Tensor]]:

@@ -126,7 +126,7 @@ def test_loss_scaler_resumes(grid, sixth):
     overflows = [False, True, False, True, True, sixth, False, False, False, False, True, False]
     for overflow in overflows[:5]:
         whole.update_scale(overflow)
-    state_of(rest).loss_scaler = state_of(whole).loss_scaler
+    state_of(rest).loss_scaler_state = state_of(whole).loss_scaler_state
     assert state_of(rest).loss_scale == whole.cur_scale == 2.0**6
     for overflow in overflows[5:]:
         for each in (whole, rest):
@@ -137,7 +137,9 @@ def test_loss_scaler_resumes(grid, sixth):
 def test_a_checkpoint_holds_the_loss_scale(build, monkeypatch, tmp_path):
     engine, given = build(model_config()), []
     monkeypatch.setattr(
-        OptimizerState, "loss_scaler", property(lambda _: {"cur_scale": 64.0}, lambda _, state: given.append(state))
+        OptimizerState,
+        "loss_scaler_state",
+        property(lambda _: {"cur_scale": 64.0}, lambda _, state: given.append(state)),
     )
     Checkpointer(engine, tmp_path).save(step=1, state={}, config_yaml="")
     Checkpointer(engine, tmp_path).load()
@@ -149,7 +151,7 @@ def test_a_checkpoint_of_fp16_loads_in_another_dtype(build, monkeypatch, tmp_pat
     engine = build(model_config(), dtype=dtype)
     loss_scaler = {"cur_scale": 65536.0, "cur_iter": 5, "last_overflow_iter": -1, "cur_hysteresis": 2}
     with monkeypatch.context() as patch:
-        patch.setattr(OptimizerState, "loss_scaler", loss_scaler)
+        patch.setattr(OptimizerState, "loss_scaler_state", loss_scaler)
         Checkpointer(engine, tmp_path).save(step=1, state={}, config_yaml="")
     Checkpointer(engine, tmp_path).load()
     assert getattr(engine.optimizer_state._zero, "loss_scale", 1.0) == 1.0
