@@ -7,9 +7,14 @@ import os
 from pathlib import Path
 
 
+def temporary_path(path: Path) -> Path:
+    """Return the temporary path of a file or folder, beside it. A complete one is renamed to `path`."""
+    return path.with_name(f".{path.name}.writing")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file under a temporary name, flush it to the disk and rename it."""
-    temporary = path.with_name(f".{path.name}.writing")
+    temporary = temporary_path(path)
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

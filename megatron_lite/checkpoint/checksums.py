@@ -29,11 +29,11 @@ def checksums_text(sums: Mapping[str, str]) -> str:
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
 
 
-def check_files(folder: Path, mend: str, names: Iterable[str] | None = None) -> int:
+def check_files(folder: Path, remedy: str, names: Iterable[str] | None = None) -> int:
     """Compare files with the hashes in their folder; return the number of compared files, 0 without `SHA256SUMS`.
 
     Args:
-        mend: what to do about a damaged file; the message ends with it.
+        remedy: what to do about a damaged file; the message ends with it.
         names: the files to compare; None for all that have a hash.
 
     Raises:
@@ -45,21 +45,21 @@ def check_files(folder: Path, mend: str, names: Iterable[str] | None = None) -> 
     try:
         lines = [_LINE.fullmatch(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}); {mend}") from error
+        raise CheckpointError(f"{file} is damaged ({error}); {remedy}") from error
     sums = {match[2]: match[1] for match in lines if match}
     if not sums or len(sums) < len(lines):
-        raise CheckpointError(f"{file} is damaged (a line is not a hash and a name); {mend}")
+        raise CheckpointError(f"{file} is damaged (a line is not a hash and a name); {remedy}")
     names = list(sums if names is None else names)
     for name in names:
         path = inside(folder, name, file)
         if name not in sums:
-            raise CheckpointError(f"{file} is damaged (it has no hash of {name}); {mend}")
+            raise CheckpointError(f"{file} is damaged (it has no hash of {name}); {remedy}")
         digest = file_sha256(path) if path.is_file() else None
         if digest != sums[name]:
             problem = (
                 f"missing: {file} names it" if digest is None else f"damaged: its SHA-256 is not the one in {file}"
             )
-            raise CheckpointError(f"{path} is {problem}; {mend}")
+            raise CheckpointError(f"{path} is {problem}; {remedy}")
     return len(names)
 
 

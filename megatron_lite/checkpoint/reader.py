@@ -46,7 +46,7 @@ VERSION = 2  # version 1 has no shards
 MANIFEST, CONFIG = "manifest.json", "config.yml"
 _STEP = re.compile(r"step_[0-9]+")
 _NEEDED = "a run folder, a checkpoints folder with the file 'latest', or a step folder with manifest.json is needed"
-MEND = "name another step folder, or resume from the newest complete checkpoint (checkpoint.resume=newest_readable)"
+REMEDY = "name another step folder, or resume from the newest complete checkpoint (checkpoint.resume=newest_readable)"
 
 
 class NotFiniteError(CheckpointError):
@@ -93,9 +93,9 @@ def named_by(latest: Path) -> Path:
     except UnicodeDecodeError:
         name = ""
     if not _STEP.fullmatch(name):
-        raise CheckpointError(f"{latest} is damaged (it names no folder such as step_00000100); {MEND}")
+        raise CheckpointError(f"{latest} is damaged (it names no folder such as step_00000100); {REMEDY}")
     if not (latest.parent / name / MANIFEST).is_file():
-        raise CheckpointError(f"{latest} names {name}, which is incomplete (it has no {MANIFEST}); {MEND}")
+        raise CheckpointError(f"{latest} names {name}, which is incomplete (it has no {MANIFEST}); {REMEDY}")
     return latest.parent / name
 
 
@@ -114,6 +114,11 @@ def step_folders(directory: Path) -> dict[int, Path]:
     """Return the step folders of a checkpoints folder by step, in order, complete or not."""
     folders = {step_of(path): path for path in directory.glob("step_*") if _STEP.fullmatch(path.name)}
     return dict(sorted(folders.items()))
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    """Return the path of the step folder of a step, such as `directory/step_00000100`."""
+    return directory / f"step_{step:08d}"
 
 
 def step_of(folder: Path) -> int:
@@ -144,13 +149,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: unreadable, another format or version, or a missing, short or changed file, which is named.
     """
     file = path / MANIFEST
-    check_files(path, MEND, (MANIFEST, CONFIG))
+    check_files(path, REMEDY, (MANIFEST, CONFIG))
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}); {MEND}") from error
+        raise CheckpointError(f"{file} is damaged ({error}); {REMEDY}") from error
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{file} is damaged (it holds no keys); {MEND}")
+        raise CheckpointError(f"{file} is damaged (it holds no keys); {REMEDY}")
     if manifest.get("format") != FORMAT or manifest.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
             f"{file}: format {manifest.get('format')!r} version {manifest.get('version')!r}; "
@@ -161,22 +166,22 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         detail = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(map(str, detail["loc"]))
-        raise CheckpointError(f"{file} is damaged ({key}: {detail['msg']}); {MEND}") from error
+        raise CheckpointError(f"{file} is damaged ({key}: {detail['msg']}); {REMEDY}") from error
     for name, entry in manifest["files"].items():
         stored = inside(path, name, file)
         size = stored.stat().st_size if stored.is_file() else None
         if size != entry["bytes"]:
             problem = "is missing" if size is None else f"has {size} of {entry['bytes']} bytes"
-            raise CheckpointError(f"{path}: the file {name} {problem}; {MEND}")
+            raise CheckpointError(f"{path}: the file {name} {problem}; {REMEDY}")
     return manifest
 
 
 def check_hash(path: Path, name: str, entry: Mapping[str, Any] | None) -> None:
     """Compare a file of a step folder with its entry in the manifest. Raises CheckpointError if they differ."""
     if entry is None:
-        raise CheckpointError(f"{path / MANIFEST} is damaged (it lists no file {name}); {MEND}")
+        raise CheckpointError(f"{path / MANIFEST} is damaged (it lists no file {name}); {REMEDY}")
     if file_sha256(path / name) != entry["sha256"]:
-        raise CheckpointError(f"{path}: the file {name} is corrupted (its SHA-256 is not the manifest's); {MEND}")
+        raise CheckpointError(f"{path}: the file {name} is corrupted (its SHA-256 is not the manifest's); {REMEDY}")
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
@@ -246,15 +251,15 @@ def read_config_yaml(path: Path | str) -> dict[str, Any]:
     import yaml
 
     file = resolve(path) / CONFIG
-    check_files(file.parent, MEND, (CONFIG,))
+    check_files(file.parent, REMEDY, (CONFIG,))
     try:
         config = yaml.load(file.read_text(encoding="utf-8"), BoundedLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{file} is damaged ({' '.join(str(error).split())}); {MEND}") from error
+        raise CheckpointError(f"{file} is damaged ({' '.join(str(error).split())}); {REMEDY}") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is damaged (it holds no sections); {MEND}")
+        raise CheckpointError(f"{file} is damaged (it holds no sections); {REMEDY}")
     if missing := [name for name in ("run", "model", "data", "batch") if not isinstance(config.get(name), dict)]:
-        raise CheckpointError(f"{file} is damaged (it has no section {missing[0]}); {MEND}")
+        raise CheckpointError(f"{file} is damaged (it has no section {missing[0]}); {REMEDY}")
     return config
 
 
@@ -296,7 +301,9 @@ class Reader:
         self._assembled: tuple[tuple[str, str], Tensor] | None = None
 
     def read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
-        """Return elements [start, start + numel) of the flattened shard of a tensor, float32 on the CPU.
+        """Return elements [start, start + numel) of the flattened shard of a tensor, float32 [numel] on the CPU.
+
+        kind: "weight", "exp_avg", "exp_avg_sq" or "ema". Moments that the checkpoint does not hold are zeros.
 
         Raises:
             CheckpointError: a changed file, or files that do not match the manifest.
@@ -305,7 +312,7 @@ class Reader:
             return self._read(kind, name, shard, start, numel)
         except (SafetensorError, LookupError, RuntimeError) as error:
             raise CheckpointError(
-                f"{self._path / MANIFEST} does not match its files at {kind} of {name} ({error}); {MEND}"
+                f"{self._path / MANIFEST} does not match its files at {kind} of {name} ({error}); {REMEDY}"
             ) from error
 
     def _read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
@@ -350,7 +357,7 @@ class Reader:
                 covered = high
         if covered != end:
             raise CheckpointError(
-                f"{self._path / MANIFEST} is damaged ({kind} of {name}: no piece holds element {covered}); {MEND}"
+                f"{self._path / MANIFEST} is damaged ({kind} of {name}: no piece holds element {covered}); {REMEDY}"
             )
         if not is_finite(out) and (entry := f"{kind} of {name}") not in self.not_finite:
             self.not_finite.append(entry)

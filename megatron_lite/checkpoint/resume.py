@@ -20,7 +20,7 @@ from megatron_lite.checkpoint.reader import (
     resolve,
 )
 from megatron_lite.checkpoint.storage import archive_all, rollback_to
-from megatron_lite.checkpoint.verify import newest_whole
+from megatron_lite.checkpoint.verify import newest_verified
 from megatron_lite.config.schema import CheckpointConfig
 from megatron_lite.parallel.collectives import on_all, on_main
 from megatron_lite.parallel.grid import Grid
@@ -87,7 +87,7 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
         archive_all(directory)
         return None, False, False
     if resume == "newest_readable":
-        newest, problems = newest_whole(directory)
+        newest, problems = newest_verified(directory)
         for problem in problems:
             print(f"unreadable checkpoint: {problem}", file=sys.stderr)
         return newest, newest is not None, bool(problems)

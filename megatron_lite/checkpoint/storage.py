@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_lite.atomic_io import make_folder, sync, write_text
+from megatron_lite.atomic_io import make_folder, sync, temporary_path, write_text
 from megatron_lite.checkpoint.checksums import FILE_NAME, CheckpointError, checksums_text, file_sha256
 from megatron_lite.checkpoint.reader import (
     CONFIG,
@@ -30,6 +30,7 @@ from megatron_lite.checkpoint.reader import (
     TensorSlice,
     optimizer_kinds,
     read_manifest,
+    step_folder,
     step_folders,
     step_of,
 )
@@ -58,7 +59,7 @@ def write_weights(
         CheckpointError: a file cannot be written. Nothing is left behind, and existing files stay.
         ValueError: a tensor that is not the next one of `shapes`.
     """
-    final = directory / "step_00000000"
+    final = step_folder(directory, 0)
     flat = {f"weight/{name}": (math.prod(shape),) for name, shape in shapes.items()}
     layout = {"world_size": 1, "data": 1, "tensor": 1, "pipeline": 1, "context": 1, "dtype": "fp32"}
     manifest = new_manifest(0, layout, shapes, specs) | {"optimizer": "none"}
@@ -97,7 +98,7 @@ def new_manifest(
 @contextmanager
 def _temporary_folder(final: Path) -> Iterator[Path]:
     """Make a temporary folder beside `final` and remove it at the end. A failed write raises CheckpointError."""
-    temporary = final.with_name(f".{final.name}.writing")
+    temporary = temporary_path(final)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         make_folder(temporary)
@@ -169,7 +170,7 @@ def publish(temporary: Path, final: Path, manifest: Mapping[str, Any], config_ya
     sums = {name: entry["sha256"] for name, entry in manifest.get("files", {}).items()}
     sums |= {name: file_sha256(temporary / name) for name in (CONFIG, MANIFEST)}
     write_text(temporary / FILE_NAME, checksums_text(sums))
-    replaced = final.with_name(f".{final.name}.former.writing")
+    replaced = temporary_path(final.with_name(f"{final.name}.former"))
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(final, replaced)

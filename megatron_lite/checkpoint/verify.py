@@ -8,7 +8,7 @@ from megatron_lite.checkpoint.checksums import CheckpointError, check_files
 from megatron_lite.checkpoint.reader import (
     CONFIG,
     MANIFEST,
-    MEND,
+    REMEDY,
     NotFiniteError,
     check_hash,
     named_by,
@@ -33,10 +33,10 @@ def verify(path: Path) -> int:
         check_hash(path, name, entry)
     if names := tensors_not_finite(path):
         raise NotFiniteError(f"{path} is not finite: {', '.join(names[:8])}")
-    return len(files) + check_files(path, MEND, (MANIFEST, CONFIG))
+    return len(files) + check_files(path, REMEDY, (MANIFEST, CONFIG))
 
 
-def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
+def newest_verified(directory: Path) -> tuple[Path | None, list[str]]:
     """Return the newest step folder that verifies, and the problems of newer ones; None for a folder without checkpoints.
 
     Folders later than `latest` count only if `latest` is damaged or missing.

@@ -1,4 +1,4 @@
-"""Write checkpoints of an engine, if requested in the background. `reader.py` describes the format.
+"""Write checkpoints of an engine, in the background if requested. `reader.py` describes the format.
 
 Every process copies its pieces to host memory and writes its files from the copy. When all files are written, rank 0 adds the
 manifest, renames the folder and replaces `latest`. Each of the two parts runs in a thread. The ranks agree that all threads have
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.atomic_io import make_folder
+from megatron_lite.atomic_io import make_folder, temporary_path
 from megatron_lite.checkpoint.checksums import CheckpointError
-from megatron_lite.checkpoint.reader import NotFiniteError, TensorSlice, not_finite_error, step_folders
+from megatron_lite.checkpoint.reader import NotFiniteError, TensorSlice, not_finite_error, step_folder, step_folders
 from megatron_lite.checkpoint.storage import new_manifest, prune, publish, write_file
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.finite_check import state_not_finite
@@ -116,7 +116,8 @@ class CheckpointWriter:
         begin, engine = time.perf_counter(), self._engine
         names = state_not_finite(engine.optimizer_state, engine.grid)
         refuse_not_finite(f"step {step} is not finite and is not saved", names, self._directory, engine.grid)
-        path, temporary = self._directory / f"step_{step:08d}", self._directory / f".step_{step:08d}.writing"
+        path = step_folder(self._directory, step)
+        temporary = temporary_path(path)
         problem = self._make_folder(temporary)
         barrier(engine.grid)
         manifest = new_manifest(step, engine.layout, engine.parameter_shapes(), engine.sharding_specs) | {

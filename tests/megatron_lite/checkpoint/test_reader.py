@@ -12,7 +12,7 @@ import yaml
 from megatron_lite.checkpoint import reader
 from megatron_lite.checkpoint.checksums import CheckpointError, check_files, inside
 from megatron_lite.checkpoint.storage import new_manifest, publish, write_file, write_weights
-from megatron_lite.checkpoint.verify import newest_whole, verify
+from megatron_lite.checkpoint.verify import newest_verified, verify
 from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.config.files import read_sources
 from megatron_lite.parallel.sharding_plan import Shard
@@ -145,23 +145,23 @@ def test_names_that_lead_outside_a_folder_are_refused(name):
 
 
 def test_newest_complete_checkpoint(tmp_path):
-    assert newest_whole(tmp_path) == (None, [])
+    assert newest_verified(tmp_path) == (None, [])
     first, second, third = (save(tmp_path, step) for step in (1, 2, 3))
-    assert newest_whole(tmp_path) == (third, [])
+    assert newest_verified(tmp_path) == (third, [])
     change(third / "weights-00000.safetensors")
-    newest, problems = newest_whole(tmp_path)
+    newest, problems = newest_verified(tmp_path)
     assert newest == second
     assert len(problems) == 1
     assert f"{third}: the file weights-00000.safetensors is corrupted" in problems[0]
     (tmp_path / "latest").write_text("nothing")
-    newest, problems = newest_whole(tmp_path)
+    newest, problems = newest_verified(tmp_path)
     assert newest == second
     assert len(problems) == 2
     (tmp_path / "latest").write_text("step_00000001\n")  # later folders do not count
-    assert newest_whole(tmp_path) == (first, [])
+    assert newest_verified(tmp_path) == (first, [])
     (first / "config.yml").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete; checkpoint\.resume=never starts over"):
-        newest_whole(tmp_path)
+        newest_verified(tmp_path)
 
 
 def test_alias_bomb_is_refused(tmp_path):
