@@ -31,7 +31,7 @@ from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.collectives import any_rank, set_collective_timeout
 from megatron_lite.validation import ValidationSet, due_measurements, evaluate
 
-# Times `run.watchdog_minutes` and `run.timeout_minutes`, for the first step, which compiles, and for suites.
+# Factor of `run.watchdog_minutes` and `run.timeout_minutes` for the first step, which compiles, and for suites.
 _LONG = 3.0
 _FIRST_STEP_MINUTES = 30.0  # least timeout of collectives in the first step
 
@@ -165,14 +165,14 @@ class Trainer:
             closing(self._batches(state.consumed_samples)) as steps,
         ):
             self._signal, self._watchdog = signal, watchdog
-            first, last = state.step, state.step >= config.schedule.train_steps
+            initial_step, last = state.step, state.step >= config.schedule.train_steps
             stopped = not last and not self._evaluate_due()
             set_collective_timeout(60 * max(_FIRST_STEP_MINUTES, _LONG * config.run.timeout_minutes))
             watchdog.kick(_LONG)
             while not stopped and not last:
                 self._step(steps)
                 heartbeat.step = state.step
-                if state.step == first + 1:
+                if state.step == initial_step + 1:
                     set_collective_timeout(60 * config.run.timeout_minutes)
                 watchdog.kick()
                 stopped, busy = any_rank([signal.received is not None, self._checkpointer.is_busy], grid)
@@ -206,8 +206,8 @@ class Trainer:
         if not math.isfinite(result.loss):
             self._find_fault(micro_batches)
         seconds = time.perf_counter() - begin
-        first = state.consumed_samples
-        samples = config.batch.size_at(first)
+        first_sample = state.consumed_samples
+        samples = config.batch.size_at(first_sample)
         tokens = samples * config.batch.sequence_length
         state.step += 1
         state.consumed_samples += samples
@@ -221,7 +221,7 @@ class Trainer:
             self._skips.record(
                 step=state.step,
                 skipped=result.skipped,
-                samples=(first, state.consumed_samples),
+                samples=(first_sample, state.consumed_samples),
                 loss=result.loss,
                 gradient_norm=result.gradient_norm,
             )

@@ -19,6 +19,7 @@ def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:
     """Return "bf16" or "fp32", the faster one for matmuls of this model's size; always bf16 on CUDA.
 
     It is measured, because a CPU without bf16 instructions emulates them many times slower than float32.
+    tokens: of a micro-batch.
     """
     if device.type == "cuda":
         return "bf16"

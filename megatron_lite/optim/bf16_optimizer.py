@@ -35,9 +35,10 @@ def patch_bf16_optimizer(engine: Any, zero: Any, replicas: int, *, release: bool
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     pipeline = hasattr(engine, "pipeline_enable_backward_allreduce")
-    narrow = getattr(zero, "bf16_master_weights_and_gradients", False) and hasattr(zero, "bit16_groups")
-    narrow = narrow and kernels and replicas == 1 and not pipeline and not zero.partition_gradients
-    if narrow:
+    alone = kernels and replicas == 1 and not pipeline
+    has_only_bf16 = getattr(zero, "bf16_master_weights_and_gradients", False) and hasattr(zero, "bit16_groups")
+    autograd_accumulates = alone and has_only_bf16 and not zero.partition_gradients
+    if autograd_accumulates:
         _add_bf16_names(zero)
     elif not isinstance(zero, BF16_Optimizer):
         return
@@ -51,10 +52,10 @@ def patch_bf16_optimizer(engine: Any, zero: Any, replicas: int, *, release: bool
             average_local_slice(flat, group, engine.communication_data_type)
 
     def reads_in_place() -> bool:
-        return narrow or (kernels and replicas == 1 and not pipeline and engine.gradient_accumulation_steps() == 1)
+        return autograd_accumulates or (alone and engine.gradient_accumulation_steps() == 1)
 
     engine.buffered_allreduce_fallback = reduce
-    step = PatchedStep(zero, reads_in_place, release, _Kernels(zero) if kernels else _Torch(zero))
+    step = PatchedStep(zero, reads_in_place, release, _KernelPasses(zero) if kernels else _TorchPasses(zero))
     zero.update_hp_grads, zero.step, zero.skip_next = step.add, step.step, step.skip_next
     zero.clear_lp_grads = zero.clear_hp_grads = zero.zero_grad = _nothing
 
@@ -76,13 +77,17 @@ def _nothing(*_: Any, **__: Any) -> None:
 class PatchedStep:
     """Replaces `update_hp_grads` and `step` of DeepSpeed's bf16 optimizer.
 
-    reads_in_place: returns whether the update reads the 16-bit gradients, without float32 sums.
+    Args:
+        zero: DeepSpeed's optimizer.
+        reads_in_place: returns whether the update reads the 16-bit gradients, without float32 sums.
+        release: free the float32 sums after each step.
+        passes: computes sums, norm and update.
     """
 
     def __init__(
-        self, zero: Any, reads_in_place: Callable[[], bool], release: bool, arithmetic: _Torch | _Kernels
+        self, zero: Any, reads_in_place: Callable[[], bool], release: bool, passes: _TorchPasses | _KernelPasses
     ) -> None:
-        self._zero, self._reads_in_place, self._release, self._arithmetic = zero, reads_in_place, release, arithmetic
+        self._zero, self._reads_in_place, self._release, self._passes = zero, reads_in_place, release, passes
         self._skip, self._fresh = False, True
         for parameters, totals in zip(zero.bf16_groups, zero.fp32_groups_gradients, strict=True):
             for parameter, total in zip(parameters, totals, strict=True):
@@ -100,18 +105,22 @@ class PatchedStep:
             if not memory.size():
                 memory.resize_(flat.nbytes)
                 self._padding(group).zero_()
-            self._arithmetic.add(group, [parameter.grad for parameter in parameters], self._fresh)
+            self._passes.add(group, [parameter.grad for parameter in parameters], self._fresh)
         self._fresh = False
         self._drop()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Clip the gradients, update the master weights of this process and gather the 16-bit weights.
+
+        A gradient that is not finite changes nothing and sets DeepSpeed's `overflow`, as a skipped step does.
+        """
         zero, norm = self._zero, inf
         if not self._skip:
             gradients = None
             if self._reads_in_place():
                 gradients = [[parameter.grad for parameter in parameters] for parameters in zero.bf16_groups]
-            square = self._arithmetic.square(gradients)
+            square = self._passes.square(gradients)
             if dist.get_world_size(zero.dp_process_group) > 1:
                 dist.all_reduce(square, group=zero.dp_process_group)
             # Last, so that tensor ranks and stages clip the weights that they share by the same bits. Sums over different
@@ -122,10 +131,10 @@ class PatchedStep:
             # The copy to the host starts before the update is queued, so that the host does not wait for the update.
             fetch_norm = async_to_host(length)
             factor = (zero.clip_grad / (length + 1e-6)).clamp(max=1) if zero.clip_grad > 0 else torch.ones_like(length)
-            self._arithmetic.update(gradients, torch.where(length.isfinite(), factor, nan).float())
+            self._passes.update(gradients, torch.where(length.isfinite(), factor, nan).float())
             self._gather()
             (norm,) = fetch_norm()
-            self._arithmetic.count_update(isfinite(norm))
+            self._passes.count_update(isfinite(norm))
         self._skip, zero.overflow = False, not isfinite(norm)
         zero._global_grad_norm = inf if zero.overflow else norm
         if self._reads_in_place():
@@ -133,6 +142,7 @@ class PatchedStep:
         self._clear()
 
     def skip_next(self) -> None:
+        """Make the next step change nothing."""
         self._skip = True
 
     def _drop(self) -> None:
@@ -185,7 +195,7 @@ def _local_sums(zero: Any, group: int) -> list[tuple[Tensor, bool]]:
     return sums
 
 
-class _Torch:
+class _TorchPasses:
     """The passes over gradients, master weights and moments with PyTorch's functions.
 
     gradients: the 16-bit gradients per group; None if the float32 sums hold them. This class reads only the sums.
@@ -227,8 +237,8 @@ class _Torch:
         """Record whether the update was applied, as soon as the host knows it."""
 
 
-class _Kernels:
-    """The passes of `_Torch` with Triton, one launch per group."""
+class _KernelPasses:
+    """The passes of `_TorchPasses` with Triton, one launch per group."""
 
     def __init__(self, zero: Any) -> None:
         from megatron_lite.optim.fused_adamw import FlatSegments, GradientPointers

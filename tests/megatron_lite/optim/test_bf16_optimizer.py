@@ -165,7 +165,7 @@ def check_steps(
 @pytest.mark.parametrize("tensor_rank", [0, 1])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_every_replica_counts_and_updates_its_part(grid, monkeypatch, replicas, tensor_rank):
-    check_parts(monkeypatch, bf16_optimizer._Torch, replicas, tensor_rank, "cpu")
+    check_parts(monkeypatch, bf16_optimizer._TorchPasses, replicas, tensor_rank, "cpu")
 
 
 @pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
@@ -181,7 +181,7 @@ def test_optimizers_whose_step_is_replaced(monkeypatch, state, stages, replicas,
     """Replace the step of the bf16 optimizer, and of ZeRO 1 with bf16 state on one process without a pipeline."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-    monkeypatch.setattr(bf16_optimizer, "_Kernels", lambda zero: None)
+    monkeypatch.setattr(bf16_optimizer, "_KernelPasses", lambda zero: None)
     engine = SimpleNamespace(gradient_accumulation_steps=lambda: micro_batches, enable_backward_allreduce=True)
     if stages > 1:
         engine.pipeline_enable_backward_allreduce = True

@@ -112,7 +112,7 @@ def test_sums_over_micro_batches(device: str) -> None:
 def test_every_replica_counts_and_updates_its_part(
     grid, monkeypatch: pytest.MonkeyPatch, device: str, replicas: int, tensor_rank: int
 ) -> None:
-    check_parts(monkeypatch, bf16_optimizer._Kernels, replicas, tensor_rank, device)
+    check_parts(monkeypatch, bf16_optimizer._KernelPasses, replicas, tensor_rank, device)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -138,7 +138,9 @@ def test_steps_with_kernels_equal_those_with_torch(
         )
         engine = build(model_config(), dtype="bf16", accumulation=1, optimizer={"name": optimizer})
         zero = engine._engine.optimizer
-        assert isinstance(zero.step.__self__._arithmetic, bf16_optimizer._Kernels if kernels else bf16_optimizer._Torch)
+        assert isinstance(
+            zero.step.__self__._passes, bf16_optimizer._KernelPasses if kernels else bf16_optimizer._TorchPasses
+        )
         steps_done = []
         for index, step in enumerate(steps):
             if index == 5:
