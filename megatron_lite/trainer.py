@@ -316,7 +316,7 @@ class Trainer:
         if names or always:
             self._note_saved(self._checkpointer.finish())
             names = names or ["all weights and moments are finite, so the cause is the forward pass or the data"]
-            refuse_not_finite(what, names, Path(self.config.checkpoint.directory), self.engine.grid)
+            refuse_not_finite(what, names, self._checkpointer.directory, self.engine.grid)
 
     def _stop_between_batches(self) -> bool:
         """Return whether a signal has stopped any process. Every process calls it."""
@@ -354,7 +354,7 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.flush()
         checkpointer.save_async(step=state.step, state=asdict(state), config_yaml=self._config_yaml)
-        if wait or not self.config.checkpoint.asynchronous:
+        if wait or not checkpointer.asynchronous:
             self._note_saved(checkpointer.finish())
         set_collective_timeout(60 * run.timeout_minutes)
         self._watchdog.kick()

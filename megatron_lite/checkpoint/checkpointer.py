@@ -40,7 +40,7 @@ class Checkpointer(CheckpointWriter):
             NotFiniteError: a weight or moment is not finite; on every rank.
         """
         optimizer, grid = self._engine.optimizer_state, self._engine.grid
-        path, manifest, not_finite = on_all(grid, lambda: self._read_state(path or self._directory))
+        path, manifest, not_finite = on_all(grid, lambda: self._read_state(path or self.directory))
         names = [name for names in gather(not_finite, grid) for name in names]
         refuse_not_finite(f"{path} is not finite", names, path.parent, grid)
         optimizer.loss_scaler_state = manifest["loss_scale"]
@@ -52,7 +52,7 @@ class Checkpointer(CheckpointWriter):
 
     def latest(self) -> Path | None:
         """Return the newest step folder of the run, or None. Raises CheckpointError."""
-        return resolve(self._directory) if exists(self._directory) else None
+        return resolve(self.directory) if exists(self.directory) else None
 
     def _read_state(self, folder: Path) -> tuple[Path, dict[str, Any], list[str]]:
         """Read this rank's weights and moments; return the step folder, its manifest and the non-finite tensors."""

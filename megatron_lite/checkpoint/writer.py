@@ -41,7 +41,14 @@ class Written(NamedTuple):
 
 @dataclass
 class _Save:
-    """A save in progress. `work` is the current part of this process, in a thread."""
+    """A save in progress.
+
+    Attributes:
+        work: the current part of this process, in a thread.
+        begin: time of `perf_counter`.
+        stopped_seconds: time in which training waited.
+        is_written: all processes have written their files.
+    """
 
     step: int
     path: Path
@@ -82,6 +89,7 @@ class CheckpointWriter:
         is_permanent: whether the checkpoint of a step stays in any case, and does not count.
 
     Attributes:
+        directory, asynchronous: as given.
         last: the last complete checkpoint.
     """
 
@@ -95,7 +103,7 @@ class CheckpointWriter:
         keep_last: int = 0,
         is_permanent: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        self._engine, self._directory, self._asynchronous = engine, directory, asynchronous
+        self._engine, self.directory, self.asynchronous = engine, directory, asynchronous
         self._timeout_seconds, self._keep_last, self._is_permanent = timeout_seconds, keep_last, is_permanent
         self._save: _Save | None = None
         self._copies: dict[str, Tensor] = {}
@@ -115,8 +123,8 @@ class CheckpointWriter:
             raise ValueError(f"step {self._save.step} is not written yet: call finish before the next save")
         begin, engine = time.perf_counter(), self._engine
         names = state_not_finite(engine.optimizer_state, engine.grid)
-        refuse_not_finite(f"step {step} is not finite and is not saved", names, self._directory, engine.grid)
-        path = step_folder(self._directory, step)
+        refuse_not_finite(f"step {step} is not finite and is not saved", names, self.directory, engine.grid)
+        path = step_folder(self.directory, step)
         temporary = temporary_path(path)
         problem = self._make_folder(temporary)
         barrier(engine.grid)
@@ -166,6 +174,7 @@ class CheckpointWriter:
         return complete
 
     def _wait(self, save: _Save) -> None:
+        """Wait for the current part of a save. Raises CheckpointError after `timeout_seconds`."""
         try:
             save.work.exception(None if math.isinf(self._timeout_seconds) else self._timeout_seconds)
         except TimeoutError:
@@ -175,7 +184,7 @@ class CheckpointWriter:
             ) from None
 
     def _publish(self, save: _Save) -> bool:
-        """Start to publish the folder. All files are written."""
+        """Start to publish the folder, once all processes have written their files. Return that the save is not complete."""
         everyone: list[Written] = gather(save.work.result(), self._engine.grid)
         save.is_written = True
         problem = next((written.problem for written in everyone if written.problem), "")
@@ -184,6 +193,7 @@ class CheckpointWriter:
         return False
 
     def _end(self, save: _Save) -> bool:
+        """Record a complete save and return True. Raises its problem as CheckpointError on every process."""
         problem = broadcast(save.work.result(), self._engine.grid)
         self._save = None
         if not problem:
@@ -191,7 +201,7 @@ class CheckpointWriter:
             return True
         if self._engine.grid.is_main:
             shutil.rmtree(save.temporary, ignore_errors=True)
-        disk = next(folder for folder in (self._directory, *self._directory.absolute().parents) if folder.exists())
+        disk = next(folder for folder in (self.directory, *self.directory.absolute().parents) if folder.exists())
         free = shutil.disk_usage(disk).free / 2**30
         raise CheckpointError(
             f"could not write the checkpoint {save.path}: {problem} ({free:.2f} GiB free on that disk). "
@@ -199,6 +209,7 @@ class CheckpointWriter:
         )
 
     def _start(self, work: Callable[[], Any]) -> Future[Any]:
+        """Run a part of a save in a thread."""
         done: Future[Any] = Future()
 
         def run() -> None:
@@ -212,10 +223,11 @@ class CheckpointWriter:
         return done
 
     def _make_folder(self, temporary: Path) -> str:
+        """Make the temporary folder, and remove those of killed saves, on the main process. Return the problem, "" if none."""
         if self._engine.grid.is_main:
             try:
-                make_folder(self._directory)
-                for leftover in self._directory.glob(".step_*.writing"):  # of a save that was killed
+                make_folder(self.directory)
+                for leftover in self.directory.glob(".step_*.writing"):  # of a save that was killed
                     shutil.rmtree(leftover)
                 temporary.mkdir()
             except OSError as error:
@@ -241,8 +253,9 @@ class CheckpointWriter:
         return pieces, groups
 
     def _copy(self, name: str, view: Tensor) -> Tensor:
+        """Return a copy in host memory, float32."""
         # On a CPU too: safetensors refuses tensors that share memory, and fragments are views of one buffer.
-        if not self._asynchronous:
+        if not self.asynchronous:
             return torch.empty(view.shape, dtype=torch.float32).copy_(view.detach())
         if name not in self._copies:
             self._copies[name] = torch.empty(view.shape, dtype=torch.float32, pin_memory=view.is_cuda)
@@ -255,6 +268,7 @@ class CheckpointWriter:
         groups: Mapping[str, dict[str, Tensor]],
         problem: str,
     ) -> Written:
+        """Write the files of this process, unless there is a problem already."""
         files: dict[str, dict[str, Any]] = {}
         try:
             for stem, group in groups.items() if not problem else ():
@@ -264,6 +278,7 @@ class CheckpointWriter:
         return Written(problem, pieces, files)
 
     def _complete(self, save: _Save, everyone: list[Written]) -> str:
+        """Publish the folder and delete old checkpoints, on the main process. Return the problem, "" if none."""
         for written in everyone:
             for name, entries in written.pieces.items():
                 save.manifest["tensors"][name]["pieces"].extend(entries)
@@ -271,8 +286,8 @@ class CheckpointWriter:
         try:
             publish(save.temporary, save.path, save.manifest, save.config_yaml)
             if self._keep_last:
-                keep = {step for step in step_folders(self._directory) if self._is_permanent(step)}
-                prune(self._directory, keep_last=self._keep_last, keep=keep)
+                keep = {step for step in step_folders(self.directory) if self._is_permanent(step)}
+                prune(self.directory, keep_last=self._keep_last, keep=keep)
         except Exception as error:
             return _text(error)
         return ""
