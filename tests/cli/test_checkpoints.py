@@ -63,6 +63,10 @@ def test_asynchronous_saves_equal_synchronous_saves(arguments, tmp_path):
     saves = metrics_lines(tmp_path / "asynchronous", "checkpoint")
     assert [line["step"] for line in saves] == [2, 4, 6, 8, 9]
     assert all(0 < line["stopped_seconds"] <= line["seconds"] for line in saves)
+    # A synchronous save is complete before the next step.
+    order = [(line["kind"], line["step"]) for line in metrics_lines(tmp_path / "synchronous")]
+    for step in (2, 4, 6, 8):
+        assert order.index(("checkpoint", step)) < order.index(("train", step + 1))
 
 
 TWELVE_STEPS = {"schedule.train_steps": 12, "checkpoint.interval": 0, "precision.dtype": "bf16"}
