@@ -229,7 +229,10 @@ class ParallelConfig(Section):
 
     @property
     def effective_zero_stage(self) -> int:
-        """Return the ZeRO stage that runs: 1 for stage 0, which clips wrongly in pipelines and costs no less than stage 1."""
+        """Return the ZeRO stage that runs: stage 0 runs as 1.
+
+        DeepSpeed's stage 0 clips wrongly in pipelines and starts bf16 with a dummy step. Stage 1 costs no more.
+        """
         return max(1, self.zero_stage)
 
     @property

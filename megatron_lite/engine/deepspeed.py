@@ -47,7 +47,6 @@ def deepspeed_config(config: Config[Any], layers: Sequence[nn.Module], grid: Gri
         # The timer synchronises with the device before every forward pass and after every step.
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {
-            # DeepSpeed's stage 0 clips wrongly in pipelines and starts bf16 with a dummy step.
             "stage": stage,
             "overlap_comm": grid.device.type == "cuda",
             "reduce_bucket_size": bucket,
