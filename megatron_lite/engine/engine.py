@@ -120,7 +120,7 @@ class Engine:
         self._context = context_parallel_group(grid)
         optimizer, fillers = optimizer_of(config, shard, grid, dtype)
         self.muon_parameters = set(shard.matrices) if config.optimizer.name == "muon" else set()
-        setting = Setting(dtype, self.zero_stage, grid.replicas, optimizer_state=config.precision.optimizer_state)
+        memory = Setting(dtype, self.zero_stage, grid.replicas, optimizer_state=config.precision.optimizer_state)
         calls = parallelize(
             shard.layers,
             len(specs),
@@ -128,7 +128,7 @@ class Engine:
             grid,
             context_parallel=context_parallel,
             recompute=recompute,
-            keep_gradients=setting.keeps_gradients,
+            keep_gradients=memory.keeps_gradients,
         )
         settings = deepspeed_config(config, self.layers, grid, dtype)
         zero = self._start_deepspeed(calls, optimizer, fillers, settings)
