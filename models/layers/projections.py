@@ -1,9 +1,9 @@
-"""The linear projections of a model: their initial values and those of decays, and several projections of one input."""
+"""The linear projections of a model: their initial values, and several projections of one input."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log, sqrt
+from math import sqrt
 from typing import Protocol
 
 import torch
@@ -55,35 +55,6 @@ def head_indices(config: ModelShape) -> Tensor:
     """
     device = torch.get_default_device()
     return torch.arange(config.num_heads, device="cpu" if device.type == "meta" else device)
-
-
-def hippo_log_decays(heads: int, head_dim: int, dt_min: float, dt_max: float, *, lin: bool = False) -> Tensor:
-    """Return the log decay at the start of every channel, [heads * head_dim] float64, from a diagonal form of HiPPO.
-
-    Channel n of head h has the decay exp(-dt_h (n + 1)): -(n + 1) is the diagonal of HiPPO-LegS, S4D-Real of Gu et al. 2022
-    (arXiv 2206.11893). lin: channel c has exp(-dt_c / 2), the real part -1/2 of S4D-Lin and S4D-Inv. The time steps are spaced
-    evenly in the logarithm from dt_min to dt_max. Imaginary parts are left out, because the decay mask is positive.
-    """
-    count = heads * head_dim if lin else heads
-    steps = [dt_min * (dt_max / dt_min) ** (i / max(count - 1, 1)) for i in range(count)]
-    rates = [step / 2 for step in steps] if lin else [step * (n + 1) for step in steps for n in range(head_dim)]
-    return -torch.tensor(rates, dtype=torch.float64)
-
-
-def decay_logits(log_decay: Tensor) -> Tensor:
-    """Return the float32 logits of decays: log decay - log(1 - decay). Precise for decays near 0 and near 1."""
-    return (log_decay - (-torch.expm1(log_decay)).log()).float()
-
-
-def initial_a_log(heads: int, low: float) -> nn.Parameter:
-    """Return log U(low, 16) per head, not below log 1e-6."""
-    return nn.Parameter(torch.empty(heads).uniform_(low, 16).clamp_min(1e-6).log())
-
-
-def initial_dt_bias(size: int) -> nn.Parameter:
-    """Return the inverse softplus of [size] time steps dt = exp U(log 0.001, log 0.1)."""
-    dt = torch.empty(size).uniform_(log(1e-3), log(1e-1)).exp()
-    return nn.Parameter(dt + (-torch.expm1(-dt)).log())
 
 
 class FusedProjections(Protocol):

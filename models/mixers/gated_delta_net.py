@@ -12,7 +12,8 @@ from ..layers.delta_rule_mixer import (
     DeltaRuleOptions,
     gated_rms_norm,
 )
-from ..layers.projections import initial_a_log, initial_dt_bias, linear
+from ..layers.initial_decays import initial_a_log, initial_dt_bias
+from ..layers.projections import linear
 from ..operators.delta_rule.softplus_decay import SoftplusDecay
 from ..options import ModelShape, option
 

@@ -14,7 +14,8 @@ from ..layers.delta_rule_mixer import (
     gated_rms_norm,
     split_heads,
 )
-from ..layers.projections import initial_a_log, initial_dt_bias, linear
+from ..layers.initial_decays import initial_a_log, initial_dt_bias
+from ..layers.projections import linear
 from ..operators.delta_rule.softplus_decay import SoftplusDecay
 from ..options import ModelShape
 from ..precision import to_accumulation_dtype

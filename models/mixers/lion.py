@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.embedding import token_positions
+from ..layers.initial_decays import decay_logits, hippo_angles, initial_log_decays, zero_order_hold
 from ..layers.norm import LayerNorm
 from ..layers.projections import (
     FusedProjections,
     apply_each,
-    decay_logits,
-    hippo_log_decays,
     init_normal,
     init_std,
     linear,
@@ -24,6 +23,7 @@ from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
 from ..operators.lion.feature_map import NORMALIZED, feature_map
+from ..operators.rotary import rotate
 from ..operators.varlen import without_padding
 from ..options import DT_MAX, DT_MIN, ModelShape, check_time_steps, option, require_positive
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
@@ -62,6 +62,12 @@ class LionOptions:
     half_life: float = option(64.0, "Tokens over which the initial decay is 1/2, for decay_init: half_life.")
     dt_min: float = option(0.001, DT_MIN)
     dt_max: float = option(0.1, DT_MAX)
+    complex_decay: bool = option(
+        False,
+        "true: channels c and c + head_dim / 2 of a head's values are a complex number, and so is their decay. Its angle is "
+        "learned, from pi n dt for pair n of a head, the imaginary part of S4D-Lin. It needs decay_per: value_channel and "
+        "decay_init: s4d_lin.",
+    )
     init_std: float | None = option(
         None, "Standard deviation of the initial weights of queries, keys and decays; null: that of the model."
     )
@@ -115,6 +121,11 @@ class LionOptions:
                 "model.mixer_options.lion.scaled = true with decay_per = value_channel and variant = grfa, whose factor 1 - "
                 "decay is on the value and not in the normalizer: set scaled = false, or decay_per = channel"
             )
+        if self.complex_decay and (self.decay_per != "value_channel" or self.decay_init != "s4d_lin"):
+            raise ValueError(
+                f"model.mixer_options.lion.complex_decay = true with decay_per = {self.decay_per} and decay_init = "
+                f"{self.decay_init}: set decay_per = value_channel and decay_init = s4d_lin, or complex_decay = false"
+            )
         if self.causal and self.form != "auto":
             raise ValueError(
                 f"model.mixer_options.lion.form = {self.form!r} is for both directions only: set "
@@ -148,7 +159,8 @@ class Lion(nn.Module):
             exponential input gate needs a running maximum; the sigmoid does not.
     decay_per = channel: a, w and b have one row per channel of keys, and M_ij multiplies the channel's part of phi(q_i) phi(k_j).
     decay_per = value_channel: one row, one M and one normalizer per channel of values (appendix C.7), and grfa
-    multiplies v_t by 1 - lambda_t instead of k_t.
+    multiplies v_t by 1 - |lambda_t| instead of k_t. complex_decay: two channels of values are a complex number, and M_ij is
+    multiplied by exp(i angle (i - j)): v_j is rotated by -angle j before the real operator, and its output by angle i.
     The bias b is the non-selective term. decay_init = hippo and value_init = zero_order_hold are those of the Long Range Arena.
     There are no positions: lit has no decay and needs model.positions = learned.
     """
@@ -163,11 +175,12 @@ class Lion(nn.Module):
         "v_proj": "column",
         "decay_weight": "heads",
         "decay": "heads",
+        "decay_angle": "heads",
         "input_gate": "column",
         "out_proj": "row",
         "output_norm": "replicated",
     }
-    parameter_kinds: ClassVar[dict[str, str]] = {"decay_weight": "decay", "decay": "decay"}
+    parameter_kinds: ClassVar[dict[str, str]] = {"decay_weight": "decay", "decay": "decay", "decay_angle": "decay"}
 
     def __init__(self, config: ModelShape, layer_index: int, options: LionOptions) -> None:
         super().__init__()
@@ -177,12 +190,15 @@ class Lion(nn.Module):
         self.q_proj = linear(config, size, size, bias=options.bias)
         self.k_proj = linear(config, size, size, bias=options.bias)
         self.v_proj = linear(config, size, size, bias=options.bias)
-        log_decay = _initial_log_decays(options, heads, self.head_dim)
+        channels = self.head_dim // 2 if options.complex_decay else self.head_dim
+        log_decay = initial_log_decays(options, heads, channels)
         self.decay = None if options.variant == "lit" else nn.Parameter(decay_logits(log_decay))
         self.decay_weight = None
         if options.variant not in ("lit", "d"):
             self.decay_weight = nn.Parameter(torch.empty(len(log_decay), size))
             init_normal(self.decay_weight, init_std(config))
+        angle = hippo_angles(heads, channels, log_decay) if options.complex_decay else None
+        self.decay_angle = None if angle is None else nn.Parameter(angle.float())
         self.input_gate = linear(config, size, heads, bias=True) if options.variant == "lstm" else None
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
         normed = options.variant == "lit" if options.output_norm is None else options.output_norm
@@ -192,13 +208,22 @@ class Lion(nn.Module):
                 if weight is not None:
                     init_normal(weight, options.init_std)
         if options.value_init == "zero_order_hold":
-            held = -torch.expm1(log_decay) / _initial_rates(options, log_decay, self.head_dim)
+            weight = zero_order_hold(options.decay_init, log_decay, angle, heads, self.head_dim)
             with torch.no_grad():
-                self.v_proj.weight.copy_(torch.diag(held.repeat_interleave(size // len(held))))
+                self.v_proj.weight.copy_(weight)
         self.project_inputs: FusedProjections = apply_each
-        self._size, self._heads = size, heads
+        self._size, self._heads, self._decays = size, heads, len(log_decay) // heads  # per head
         self._per_channel = options.decay_per != "head"
         self._per_value_channel = options.decay_per == "value_channel"
+
+    @staticmethod
+    def check(config: ModelShape, options: LionOptions) -> None:
+        """Raise ValueError for complex decays of heads with an odd number of channels."""
+        if options.complex_decay and (dim := config.hidden_size // config.num_heads) % 2:
+            raise ValueError(
+                f"model.mixer_options.lion.complex_decay = true with heads of {dim} channels: make model.hidden_size / "
+                "model.num_heads even, or set complex_decay = false"
+            )
 
     def forward(
         self,
@@ -225,11 +250,16 @@ class Lion(nn.Module):
         logits = self._decay_logits(x)
         q, k, phi = self._features(q, k, v.dtype)
         k, v = self._gate(x, k, v, logits)
+        if self.decay_angle is not None:
+            cos, sin = self._rotation(self.decay_angle, v, mask, cu_seqlens)
+            v = rotate(v, cos, -sin)
         if self.options.causal:
             logits = logits.logits() if isinstance(logits, ProjectedDecayLogits) else logits
             o, new_state = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"), return_state)
         else:
             o, new_state = self._bidirectional(q, k, v, logits, phi, mask, cu_seqlens), {}
+        if self.decay_angle is not None:
+            o = rotate(o, cos, sin)
         y = self.out_proj(o.flatten(-2).to(v.dtype))
         if self.output_norm is not None:
             y = self.output_norm(y)
@@ -271,11 +301,23 @@ class Lion(nn.Module):
             logits = to_accumulation_dtype(self.decay)
             if self.decay_weight is not None:
                 logits = logits + F.linear(x, self.decay_weight)
-            return logits.unflatten(-1, (-1, self.head_dim)).expand(*x.shape[:2], -1, -1)
+            if self.decay_angle is not None:
+                logits = torch.cat(2 * [logits.unflatten(-1, (-1, self.head_dim // 2))], -1)
+            else:
+                logits = logits.unflatten(-1, (-1, self.head_dim))
+            return logits.expand(*x.shape[:2], -1, -1)
         if self.decay_weight is None:
             return to_accumulation_dtype(self.decay).expand(*x.shape[:2], -1) if self.options.causal else self.decay
         projected = ProjectedDecayLogits(x, self.decay_weight, self.decay)
         return projected.logits() if self.options.variant == "grfa" else projected
+
+    def _rotation(
+        self, angle: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the angles times the positions, [batch or 1, length, heads, head_dim / 2] in float32."""
+        position, _ = token_positions(v[:1] if mask is None else v, mask, cu_seqlens, None)
+        turned = position[:, :, None, None] * to_accumulation_dtype(angle).unflatten(-1, (-1, self.head_dim // 2))
+        return turned.cos(), turned.sin()
 
     def _causal(
         self,
@@ -350,31 +392,9 @@ class Lion(nn.Module):
         dim, directions = self.head_dim, 1 if self.options.causal else 2
         gates = sum(
             2 * self._size * outputs
-            for gate, outputs in ((self.decay_weight, dim if self._per_channel else 1), (self.input_gate, 1))
+            for gate, outputs in ((self.decay_weight, self._decays), (self.input_gate, 1))
             if gate is not None
         )
         normalizers = (dim if self._per_value_channel else 1) if self.options.scaled else 0
         operator = flops_per_head(length, dim, dim + normalizers)
         return 8 * self._size**2 + self._heads * (gates + directions * operator)
-
-
-def _initial_log_decays(options: LionOptions, heads: int, head_dim: int) -> Tensor:
-    """Return log lambda at the start in float64, [heads], or [heads * head_dim] with per-channel decays."""
-    if options.decay_init in ("hippo", "s4d_lin"):
-        return hippo_log_decays(heads, head_dim, options.dt_min, options.dt_max, lin=options.decay_init == "s4d_lin")
-    if options.decay_init == "half":
-        log_decay = torch.full((heads,), -log(2), dtype=torch.float64)
-    elif options.decay_init == "retnet":
-        log_decay = torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, dtype=torch.float64)))
-    else:
-        log_decay = torch.full((heads,), -log(2) / options.half_life, dtype=torch.float64)
-    return log_decay if options.decay_per == "head" else log_decay.repeat_interleave(head_dim)
-
-
-def _initial_rates(options: LionOptions, log_decay: Tensor, head_dim: int) -> Tensor:
-    """Return the rate r of every decay exp(-dt r) of `_initial_log_decays`; with dt = 1 unless `decay_init` has time steps."""
-    if options.decay_init == "s4d_lin":
-        return torch.full_like(log_decay, 0.5)
-    if options.decay_init == "hippo":
-        return torch.arange(1, head_dim + 1, dtype=log_decay.dtype).repeat(len(log_decay) // head_dim)
-    return -log_decay

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.projections import init_std, initial_dt_bias, linear
+from ..layers.initial_decays import initial_dt_bias
+from ..layers.projections import init_std, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.selective_scan import selective_scan
 from ..operators.varlen import without_padding

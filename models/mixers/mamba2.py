@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import is_supported
-from ..layers.projections import initial_a_log, initial_dt_bias, linear
+from ..layers.initial_decays import initial_a_log, initial_dt_bias
+from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention
 from ..operators.gla.normalized import short_attention

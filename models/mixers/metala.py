@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.projections import FusedProjections, apply_each, decay_logits, hippo_log_decays, linear
+from ..layers.initial_decays import decay_logits, hippo_log_decays
+from ..layers.projections import FusedProjections, apply_each, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import flops_per_head
 from ..operators.metala import metala

@@ -12,6 +12,7 @@ from models.mixers import MIXERS
 
 SIZE, HEADS, LAYERS, LAYER = 32, 4, 3, 1
 
+COMPLEX = {"decay_per": "value_channel", "causal": False, "decay_init": "s4d_lin", "complex_decay": True}
 # Settings in addition to the defaults: (mixer, its options).
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *(
@@ -30,6 +31,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("lion", {"decay_per": "channel", "causal": False, "variant": "lstm", "phi": "softplus"}),
     ("lion", {"decay_per": "value_channel", "causal": False, "decay_init": "s4d_lin"}),
     ("lion", {"decay_per": "value_channel", "causal": False, "variant": "d", "phi": "sigmoid", "scaled": False}),
+    ("lion", {**COMPLEX, "mask_convention": "shifted"}),
+    ("lion", {**COMPLEX, "variant": "d", "value_init": "zero_order_hold"}),
+    ("lion", {**COMPLEX, "variant": "grfa", "scaled": False, "phi": "sigmoid"}),
     ("lion", {"decay_per": "channel", "variant": "grfa", "mask_convention": "shifted", "causal": False}),
     ("lion", {"decay_per": "value_channel", "variant": "grfa", "causal": False, "scaled": False}),
     ("normalised_attention", {"normaliser": "softplus"}),

@@ -66,6 +66,21 @@ def _both(
     return out, rows
 
 
+def _both_complex(
+    q: Tensor, k: Tensor, v: Tensor, radius: Tensor, angle: Tensor, shifted: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `_both` per channel of values, where both halves of a head's values are complex numbers."""
+    values = torch.complex(*v.chunk(2, -1))
+    out, rows = torch.zeros_like(values), torch.zeros_like(radius)
+    for i in range(len(q)):
+        for j in range(len(q)):
+            between = radius[j:i] if shifted and j < i else radius[min(i, j) + 1 : max(i, j) + 1]
+            weight = (q[i] * k[j]).sum(-1, keepdim=True) * between.prod(0)
+            out[i] += weight * torch.exp(1j * angle * (i - j)) * values[j]
+            rows[i] += weight
+    return torch.cat([out.real, out.imag], -1), torch.cat([rows, rows], -1)
+
+
 def _layer_norm(o: Tensor, eps: float = 1e-5) -> Tensor:
     centred = o - o.mean(-1, keepdim=True)
     return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + eps)
@@ -194,7 +209,7 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
     if variant == "lstm":
         k = k * _sigmoid(_linear(p, "input_gate", x))[:, :, None]
     if variant == "grfa" and options.get("decay_per") == "value_channel":
-        v = v * (1 - decay)
+        v = v * (1 - (torch.cat([decay, decay], -1) if options.get("complex_decay") else decay))
     elif variant == "grfa":
         k = k * (1 - decay)
     if options.get("causal", True):
@@ -204,7 +219,10 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
             options.get("mask_convention") == "shifted",
             options.get("decay_per") == "value_channel",
         )
-        num, den = _both(q, k, v, decay, shifted, per_value_channel)
+        if options.get("complex_decay"):
+            num, den = _both_complex(q, k, v, decay, p["decay_angle"].view(heads, -1), shifted)
+        else:
+            num, den = _both(q, k, v, decay, shifted, per_value_channel)
     if not options.get("scaled", True):
         den = torch.ones_like(den)
     elif variant == "lstm":

@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "decay_per_channel": {
         "mixers": ("lion", "metala_bidirectional"),
         "mixer_options": {
-            "lion": {"causal": False, "decay_per": "value_channel", **S4D},
+            "lion": {"causal": False, "decay_per": "value_channel", "complex_decay": True, **S4D},
             "metala_bidirectional": {"decay_init": "hippo"},
         },
     },

@@ -12,15 +12,15 @@ from torch import nn
 
 from models.config import ModelConfig
 from models.layers.forget_gate import bounded_forget_gate
-from models.layers.projections import decay_logits, hippo_log_decays
+from models.layers.initial_decays import decay_logits, hippo_log_decays
 from models.mixers import MIXERS
 from tests.models.mixer_cases import SIZE, build
 
 
-def initial_mixer(name: str, options: dict[str, Any]) -> Any:
+def initial_mixer(name: str, options: dict[str, Any], size: int = 32) -> Any:
     torch.manual_seed(3)
     config = ModelConfig(
-        vocab_size=8, num_layers=1, hidden_size=32, num_heads=4, mixers=(name,), mixer_options={name: options}
+        vocab_size=8, num_layers=1, hidden_size=size, num_heads=4, mixers=(name,), mixer_options={name: options}
     )
     return MIXERS[name](config, 0, config.options_of(name))
 
@@ -57,6 +57,27 @@ def test_initial_decays_and_values_of_long_range_arena() -> None:
         metala = initial_mixer(name, {"decay_init": "hippo", "dt_min": 0.01, "dt_max": 0.08})
         alpha = torch.sigmoid(metala.decay.double()) ** (1 / 16)
         torch.testing.assert_close(alpha, (-rates[:, :4]).exp().flatten(), rtol=1e-6, atol=0)
+
+
+def test_initial_complex_decays_and_values() -> None:
+    """Check S4D-Lin, L = -1/2 + i pi n, and its zero-order hold as a product of complex numbers."""
+    options = {"decay_per": "value_channel", "causal": False, "decay_init": "s4d_lin", "complex_decay": True}
+    lion = initial_mixer("lion", {**options, "dt_min": 0.01, "dt_max": 0.08, "value_init": "zero_order_hold"})
+    step = 0.01 * 8 ** (torch.arange(16, dtype=torch.float64) / 15)  # four pairs of channels in each of four heads
+    rate = torch.complex(torch.full((16,), -0.5, dtype=torch.float64), torch.pi * torch.arange(4.0).repeat(4).double())
+    torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-step / 2).exp(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(lion.decay_angle.double(), rate.imag * step, rtol=1e-6, atol=0)
+    x = torch.randn(5, 4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    held = (torch.exp(rate * step) - 1) / rate
+    expected = torch.complex(x[:, :, 0], x[:, :, 1]) * held.view(4, 4)
+    actual = F.linear(x.flatten(1), lion.v_proj.weight.double()).view(5, 4, 2, 4)
+    torch.testing.assert_close(actual, torch.stack([expected.real, expected.imag], 2), rtol=1e-5, atol=1e-7)
+
+
+def test_complex_decays_need_pairs_of_channels() -> None:
+    options = {"decay_per": "value_channel", "causal": False, "decay_init": "s4d_lin", "complex_decay": True}
+    with pytest.raises(ValueError, match=r"complex_decay = true with heads of 3 channels: make .* even, or set"):
+        initial_mixer("lion", options, size=12)
 
 
 def test_decays_near_zero_have_finite_logits() -> None:
@@ -147,6 +168,16 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
             "lion",
             {"decay_per": "value_channel", "variant": "grfa", "causal": False},
             r"scaled = true with decay_per = value_channel and variant = grfa, .* set scaled = false",
+        ),
+        (
+            "lion",
+            {"complex_decay": True},
+            r"complex_decay = true with decay_per = head and decay_init = retnet: set decay_per = value_channel",
+        ),
+        (
+            "lion",
+            {"complex_decay": True, "decay_per": "value_channel", "causal": False},
+            r"decay_init = retnet: set decay_per = value_channel and decay_init = s4d_lin",
         ),
         ("lion", {"dt_min": 0.2}, r"lion\.dt_min = 0\.2 with dt_max = 0\.1: set 0 < dt_min <= dt_max"),
         ("lion", {"init_std": 0.0}, r"lion\.init_std = 0\.0: must be greater than 0"),
