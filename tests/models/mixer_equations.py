@@ -69,7 +69,7 @@ def _both(
 def _both_complex(
     q: Tensor, k: Tensor, v: Tensor, radius: Tensor, angle: Tensor, shifted: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `_both` per channel of values, where channels c and c + P of a head's 2 P values are a complex number."""
+    """Return the result of `_both` per channel of values. Channels c and c + P of a head's 2 P values are a complex number."""
     values = torch.complex(*v.chunk(2, -1))
     out, rows = torch.zeros_like(values), torch.zeros_like(radius)
     for i in range(len(q)):
