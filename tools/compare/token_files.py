@@ -24,16 +24,16 @@ def check_token_files(folder: Path, texts: Iterable[PreparedData]) -> None:
     path = folder / FILE
     saved = read_json(path, "remove it; it is written again") if path.is_file() else {}
     prefixes = {prefix for text in texts for prefix in (*text.train, text.validation, text.test) if prefix is not None}
-    found = {
+    current = {
         prefix: hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()
         for prefix in sorted(prefixes)
         if (checksums := (read_manifest(prefix) or {}).get("checksums")) is not None
     }
-    changed = [prefix for prefix, checksum in found.items() if saved.get(prefix, checksum) != checksum]
+    changed = [prefix for prefix, checksum in current.items() if saved.get(prefix, checksum) != checksum]
     if changed and any(folder.glob(f"*/{FILE_NAME}")):
         raise ValueError(
             f"{changed[0]} has other content than when the runs in {folder} began, so their losses cannot be compared. Restore "
             "the token files, give the comparison another --name, or remove the folder"
         )
-    if content := {**saved, **found}:
+    if content := {**saved, **current}:
         write_text(path, json.dumps(content, indent=1) + "\n")

@@ -81,7 +81,7 @@ def test_every_pass_of_a_layer_runs_on_the_local_shard(grid, mode, entered):
         groups.append((group.group, group.index, group.count))
         yield
 
-    there: Any = "group"
-    shared = replace(grid, context_group=there, context_rank=1, context_size=2)
+    context_group: Any = "group"
+    shared = replace(grid, context_group=context_group, context_rank=1, context_size=2)
     passes(shared, context_parallel=context_parallel, activation_checkpointing={"mode": mode})
     assert groups == [("group", 1, 2)] * entered
