@@ -139,6 +139,18 @@ def test_padding_changes_nothing(case: tuple[str, dict[str, Any]], side: str) ->
             assert_close(after[row : row + 1], whole[:, -3:], 1e-5)
 
 
+POSITIONS = [case for case in CASES if case[0] in ("attention", "lion", "transnormer")]
+
+
+@pytest.mark.parametrize("case", POSITIONS, ids=name_of)
+def test_padding_between_tokens_changes_nothing(case: tuple[str, dict[str, Any]]) -> None:
+    """Test mixers that count positions or have decays alone. A convolution reads padding between tokens as zeros."""
+    mixer, x = build(case), tokens(13)
+    mask = (torch.arange(13) % 5 > 1)[None]
+    y = mixer(torch.where(mask[:, :, None], x, 50 * x), mask=mask)
+    assert_close(y[mask][None], mixer(x[mask][None]), 1e-5)
+
+
 @every_case
 def test_packed_segments_are_separate_runs(case: tuple[str, dict[str, Any]]) -> None:
     """Test empty segments too. Each segment continues from its own state."""
