@@ -97,7 +97,7 @@ def test_single_tile_kernel(
 def test_middle_length_kernels(device: str, decay: str | None, replace: Replace) -> None:
     """Run the kernels of LION-s for 129 to 256 tokens in float32, the only dtype of the interpreter."""
     if device == "cuda":
-        pytest.skip("tests/gpu runs them in 16 bits")
+        pytest.skip("float32, which the kernels refuse on CUDA; tests/gpu/test_lion_kernels.py runs them in 16 bits")
     from models.kernels.lion import single_tile
     from models.kernels.lion import tile as lion_tile
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from models.config import ModelConfig
 from models.mixers import MIXERS
-from tests.models.mixer_cases import CASES, name_of
+from tests.models.mixer_cases import CASES, build, name_of
 from tools.planning.meta_device import kernels_of_cuda
 
 COPIES = [torch.tensor, torch.as_tensor, Tensor.new_tensor, Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.__bool__]
@@ -34,18 +33,9 @@ class CopiesOfHost(TorchFunctionMode):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_layers_copy_nothing_from_the_host(case: tuple[str, dict[str, Any]], layer: int) -> None:
     """Call the kernels of CUDA on the meta device, twice: the first call may make tables that stay."""
-    name, options = case
-    layer = 0 if getattr(MIXERS[name], "value_residual", False) else layer
-    config = ModelConfig(
-        vocab_size=8,
-        num_layers=2,
-        hidden_size=128,
-        num_heads=2,
-        mixers=(name,),
-        mixer_options={name: options} if options else {},
-    )
+    layer = 0 if getattr(MIXERS[case[0]], "value_residual", False) else layer
     with torch.device("meta"):
-        mixer = MIXERS[name](config, layer, config.options_of(name)).bfloat16()
+        mixer = build(case, torch.bfloat16, size=128, heads=2, layer=layer)
         x = torch.empty(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
     with kernels_of_cuda():
         mixer(x)
