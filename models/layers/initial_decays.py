@@ -14,8 +14,7 @@ def hippo_log_decays(heads: int, head_dim: int, dt_min: float, dt_max: float, *,
 
     Channel n of head h has the decay exp(-dt_h (n + 1)): -(n + 1) is the diagonal of HiPPO-LegS, S4D-Real of Gu et al. 2022
     (arXiv 2206.11893). lin: channel c has exp(-dt_c / 2), the real part -1/2 of S4D-Lin and S4D-Inv. The time steps are spaced
-    evenly in the logarithm from dt_min to dt_max.
-    The imaginary part of S4D-Lin is in `hippo_angles`.
+    evenly in the logarithm from dt_min to dt_max. `hippo_angles` returns the imaginary part of S4D-Lin.
     """
     count = heads * head_dim if lin else heads
     steps = [dt_min * (dt_max / dt_min) ** (i / max(count - 1, 1)) for i in range(count)]

@@ -39,7 +39,10 @@ class Prediction:
 
     @property
     def mean(self) -> tuple[float, float, float]:
-        """Return the mean of both losses, which has the least error (docs/guide/comparing.md), and the interval around it."""
+        """Return the prediction, the mean of both losses, and its interval, moved from that of common exponents.
+
+        Its error is the least, or near it (docs/guide/comparing.md).
+        """
         shift = (self.own - self.loss) / 2
         return self.loss + shift, self.low + shift, self.high + shift
 

@@ -17,7 +17,7 @@ FILE = "token_files.json"
 def check_token_files(folder: Path, texts: Iterable[PreparedData]) -> None:
     """Write the checksums of the token files to `token_files.json` of a comparison's folder.
 
-    Raises ValueError for a file that differs from the one there, if a run in the folder has begun. Files without checksums in
+    Raises ValueError for checksums that differ from those there, if a run in the folder has begun. Files without checksums in
     their manifest, and those of a cached corpus, are not checked.
     """
     path = folder / FILE
