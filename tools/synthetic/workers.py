@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import platform
 import signal
@@ -288,6 +289,8 @@ def prepare_kernels(device: Any) -> None:
 def without_interrupts() -> Iterator[None]:
     """Start processes that never get SIGINT (Ctrl-C). This one gets it afterwards, and ends its workers."""
     received: list[int] = []
+    # The first process would start it, which unblocks the signal for that process.
+    multiprocessing.resource_tracker.ensure_running()
     # A process inherits the blocked signal. The handler is for this one, since another of its threads may get the signal.
     handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

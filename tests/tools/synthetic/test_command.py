@@ -239,6 +239,9 @@ def test_interrupt_during_start_prints_one_sentence(words: list[str]) -> None:
     while "runs to do" not in process.stdout.readline():
         assert process.poll() is None
     wait_for(lambda: len(workers_of(process.pid)) == 2, process)
+    states = [Path(f"/proc/{worker}/status").read_text() for worker in workers_of(process.pid)]
+    blocked = [int(state.split("SigBlk:")[1].split()[0], 16) for state in states]
+    assert all(mask & 1 << (signal.SIGINT - 1) for mask in blocked)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 130
