@@ -254,7 +254,7 @@ def _transpose(
     at = data + row[:, None] * columns + column[None, :]
     if SHARES:
         share = tl.load(shares + row, mask=row < rows, other=0.0)
-        x = tl.where(mask, tl.load(at, mask=mask).to(tl.float32) * share[:, None], 0.0).to(out.dtype.element_ty)
+        x = (tl.load(at, mask=mask, other=0.0).to(tl.float32) * share[:, None]).to(out.dtype.element_ty)
     else:
         x = tl.load(at, mask=mask, other=0)
     at = out + column.to(tl.int64)[:, None] * width + row[None, :]
