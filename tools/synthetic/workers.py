@@ -8,6 +8,7 @@ import multiprocessing.resource_tracker
 import os
 import platform
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -332,6 +333,8 @@ def _worker_processes(
 def _work(
     connection: Connection, device: str, graph: bool, processes: int, checkpoint_folder: Path, end: float
 ) -> None:
+    # So that the exit is an ordinary one, which releases semaphores.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     trainer: Trainer | None = None
 
     def send(message: Message) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from tools.synthetic.model_run import ModelRun
 from tools.synthetic.results import Line, Results, result_line
 from tools.synthetic.run_checkpoint import CheckpointStore, Evaluation, GroupState
 from tools.synthetic.training import train_together
-from tools.synthetic.workers import Group, groups_of, train_groups, without_interrupts
+from tools.synthetic.workers import Group, _worker_processes, groups_of, train_groups, without_interrupts
 
 Runs = Callable[..., list[Run]]
 QUICK = ("data.train_examples=128", "data.test_examples=64", "epochs=1")
@@ -263,6 +264,16 @@ def test_missing_device_gives_no_result(runs: Runs, tmp_path: Path) -> None:
     failed, _ = train([Group((run,), (run,))], results, ["cuda:98", "cuda:99"])
     assert failed == ["8x2 metala d=32 lr 0.005: ValueError: the device 'cuda:98' is not here: allowed are auto, cpu"]
     assert not results.lines
+
+
+def test_workers_exit_without_a_signal(runs: Runs, tmp_path: Path) -> None:
+    """A process that a signal ends does not release the semaphores of its progress bars, which the parent then reports."""
+    (run,) = runs(*QUICK)
+    with _worker_processes(["cuda:99"], False, tmp_path, math.inf) as workers:
+        ((connection, process),) = workers.items()
+        connection.send(Group((run,), (run,)))
+        assert connection.recv()[0] == "failed"
+    assert process.exitcode in (0, 128 + signal.SIGTERM)
 
 
 def test_interrupt_while_processes_start_comes_afterwards_and_not_to_them() -> None:
