@@ -56,6 +56,7 @@ _LABELS = {
     "kda": "KDA",
     "lion_d": "LION-d",
     "lion_grfa": "LION with the gate of GRFA",
+    "lion_complex": "LION with complex decays",
     "lion_lit": "LION-lit",
     "lion_s": "LION-s",
     "mamba": "Mamba",

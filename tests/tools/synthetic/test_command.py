@@ -285,6 +285,7 @@ def test_table_shows_the_papers_numbers(small: Callable[..., Experiment], measur
         ("mamba2", "Mamba-2"),
         ("lion_s", "LION-s"),
         ("lion_grfa", "LION with the gate of GRFA"),
+        ("lion_complex", "LION with complex decays"),
         ("my_mixer", "my mixer"),
         ("glass", "glass"),
     ],

@@ -61,9 +61,9 @@ def test_every_task_has_the_papers_settings():
 
 def test_recipes_are_those_of_one_model():
     tasks = ",".join(TASKS)
-    models = "metala,metala_hippo,lion_s_hippo,lion_s_unscaled,lion_grfa,lion_d_hippo,lion_s,lion_d,lion_lit"
+    models = "metala,metala_hippo,lion_s_hippo,lion_s_unscaled,lion_grfa,lion_complex,lion_d_hippo,lion_s,lion_d,lion_lit"
     runs = plan(load_experiment("lra", [f"tasks=[{tasks}]", f"models=[{models}]"]), "bf16")
-    assert len(runs) == 54
+    assert len(runs) == 60
     settings = {
         run.task: (run.width, run.network["num_layers"], run.batch_size, run.steps, run.weight_decay)
         for run in runs
@@ -77,16 +77,20 @@ def test_recipes_are_those_of_one_model():
         "pathfinder": (192, 6, 64, 200 * 2500, 0.03),
         "path_x": (128, 6, 32, 75 * 5000, 0.06),
     }
+    tuned = {
+        ("lion_grfa", "listops"): (128, 1e-3),
+        ("lion_grfa", "pathfinder"): (128, 1e-3),
+        ("lion_complex", "image"): (256, 2e-3),
+    }
     for run in runs:
         config = model_config(run)
         options = config.options_of(config.mixers[0])
         assert (getattr(options, "decay_init", "none") in ("hippo", "s4d_lin")) == run.model.endswith(
-            ("hippo", "unscaled", "grfa")
+            ("hippo", "unscaled", "grfa", "complex")
         )
         if run.model.startswith("lion"):
-            tuned = run.model == "lion_grfa" and run.task in ("listops", "pathfinder")
-            assert run.width == (128 if tuned else settings[run.task][0])
-            assert run.lr == (1e-3 if tuned else 5e-4)
+            width, lr = tuned.get((run.model, run.task), (settings[run.task][0], 5e-4))
+            assert (run.width, run.lr) == (width, lr)
             assert run.network["mixer_options"]["lion"]["causal"] is False
     words = [
         "tasks=[text]",

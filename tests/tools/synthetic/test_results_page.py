@@ -148,15 +148,17 @@ def test_rates_of_lion_in_listops() -> None:
 
 def test_other_runs_of_long_range_arena() -> None:
     s5, real = (run for run in lines("lra") if (run["task"], run["model"]) == ("image", "s5"))
-    path_x, image = (run_of_lra(*key) for key in (("path_x", "metala_hippo"), ("image", "lion_grfa")))
+    path_x = run_of_lra("path_x", "metala_hippo")
     assert real["network"]["mixer_options"]["s5"] == {"max_phase": 1e-12}
     assert f"real decays it has {100 * real['accuracy']:.1f} % after {real['epochs']} epochs" in PAGE
     twelve = [f"{100 * run['history'][5]:.1f} %" for run in (s5, real)]
     assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
-    assert f"LION has {100 * image['accuracy']:.1f} % after {image['epochs']} epochs" in PAGE
-    curve = ", ".join(f"{100 * value:.1f}" for value in s5["history"][1::2])
-    row = [s5["epochs"], f"{s5['seconds'] / 60:.1f}", f"{100 * s5['accuracy']:.1f}", curve]
-    assert "| S5, positions, BatchNorm | {} (20) | {} | {} | {} |".format(*row) in PAGE
+    grfa, with_angles = (run_of_lra("image", model) for model in ("lion_grfa", "lion_complex"))
+    assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
+    for name, run in (("S5", s5), ("LION, complex decays", with_angles)):
+        curve = ", ".join(f"{100 * value:.1f}" for value in run["history"][1::2])
+        row = [f"{run['epochs']} ({run['epochs']})", f"{run['seconds'] / 60:.1f}", f"{100 * run['accuracy']:.1f}", curve]
+        assert f"| {name}, positions, BatchNorm | {' | '.join(row)} |" in PAGE
     assert f"after {path_x['steps']:,} steps: {100 * path_x['accuracy']:.1f} % of the test images" in PAGE
 
 

@@ -267,7 +267,7 @@ def test_missing_device_gives_no_result(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_workers_exit_without_a_signal(runs: Runs, tmp_path: Path) -> None:
-    """A process that a signal ends does not release the semaphores of its progress bars, which the parent then reports."""
+    """Check that a worker releases its semaphores: a process that a signal ends does not, and the parent reports them."""
     (run,) = runs(*QUICK)
     with _worker_processes(["cuda:99"], False, tmp_path, math.inf) as workers:
         ((connection, process),) = workers.items()
