@@ -326,7 +326,7 @@ COMMANDS = {
         "--gpus 4",
     ),
     "train": Command(
-        "compare training steps with flash-linear-attention's GLA, HGRN2, RetNet and Hugging Face's Llama",
+        "compare training steps with models of flash-linear-attention and Hugging Face's Llama",
         _train,
         _train_arguments,
         "--subjects metalion llama --shapes 2048x8",
