@@ -80,7 +80,7 @@ def excluded(source: str) -> str:
 
 
 def quality_problem(text: str) -> str | None:
-    """Return the first rule of Gopher that a text breaks, or None (Rae et al., 2112.11446, appendix A.1).
+    """Return the first rule of Gopher that a text breaks, or None (Rae et al. 2021, arXiv 2112.11446, appendix A.1).
 
     The limits are the paper's. Of its repetition rules, those for lines and paragraphs are applied. The stop words are
     English; code and tables break several rules.
