@@ -64,6 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.tune:
         check_rates(runs)
+    for folder in dict.fromkeys((file_comparison.folder, comparison.folder)):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(
+                f"{folder} is a file, but the comparison needs a folder of this name: rename the file, or give another --name"
+            )
     for option in ("positions", "recall"):
         if getattr(options, option) and not any(run.causal for run in runs):
             raise ValueError(
@@ -76,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rates_file = comparison.folder / FILE
     check_existing_runs(shown, rates_file if rates_file.is_file() else None)
     if options.check:
-        _prepare(file_comparison, runs)
+        prepare_runs(file_comparison, runs)
         print(
             f"The text is ready for all runs. To train on another machine, copy {file_comparison.folder} and the text there."
         )
@@ -175,14 +180,19 @@ def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page:
     print("\n".join(map(str, written)))
 
 
-def _prepare(comparison: Comparison, runs: Sequence[Run]) -> None:
-    from tools.compare.launcher import prepare
+def prepare_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
+    """Check the text, then write the files of the runs. A refused text leaves no file of a run.
 
-    prepare(runs)
+    comparison: that of the file, in whose folder the check of a ladder's text is stored.
+    """
+    from tools.compare.launcher import check_text, write_runs
+
+    texts = check_text(runs)
     if comparison.ladder is not None:
         from tools.compare.held_out import check_held_out
 
         check_held_out(comparison, comparison.ladder, runs)
+    write_runs(runs, texts)
 
 
 def _report_rates(file_comparison: Comparison, runs: Sequence[Run], failed: Mapping[str, str]) -> int:
@@ -224,7 +234,7 @@ def _train(
             store_predictions(comparison, comparison.ladder, runs, failed, shown)
 
     devices = _devices(options.devices or comparison.devices)
-    _prepare(file_comparison, runs)
+    prepare_runs(file_comparison, runs)
     # `workers` of the file is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
     workers = 1 if devices == ["cpu"] and options.workers is None else comparison.workers
     with recorded_launch(comparison.folder, devices, workers):

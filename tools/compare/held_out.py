@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from data.atomic_io import read_json, write_text
 from data.manifest import read_manifest
 from data.preprocessing.contamination import document_texts, shared_documents
 from megatron_lite.plural import counted
+from tools.compare.launcher import check_text
 from tools.compare.rungs import Ladder
 from tools.compare.spec import Comparison, Run
 from tools.loading.token_data import PreparedData, prepared_data
@@ -60,7 +62,7 @@ def check_held_out(comparison: Comparison, ladder: Ladder, runs: Sequence[Run]) 
 def _validation_text(data: PreparedData) -> bytes:
     if data.validation_text is not None:
         return data.validation_text.read_bytes()
-    assert data.validation is not None  # `launcher.prepare` refuses a comparison without one
+    assert data.validation is not None  # `launcher.check_text` refuses a comparison without one
     return "".join(document_texts(data.validation)).encode()
 
 
@@ -77,34 +79,41 @@ def training_tokens_of(comparison: Comparison) -> int | None:
 
 
 def measure_positions(runs: Sequence[Run], device: str) -> None:
-    """Write the loss by position on the validation text to the folder of every run that lacks it and can be measured."""
+    """Write the loss by position on the validation text to the folder of every run that lacks it and can be measured.
+
+    Raises ValueError as `launcher.check_text`, such as for another text than that of the training.
+    """
     from tools.evaluation.loss_by_position import loss_by_position
     from tools.evaluation.perplexity import validation_text
     from tools.loading.model import load_model
 
-    for run in runs:
-        path = run.folder / POSITIONS
-        if run.measurable and not path.is_file():
-            loaded = load_model(run.folder, device=device)
-            length = run.config.batch.sequence_length
-            measured = loss_by_position(loaded, validation_text(loaded), length=length)
-            write_text(path, json.dumps({"bins": measured.bins(8)}, indent=1) + "\n")
+    unmeasured = [run for run in runs if run.measurable and not (run.folder / POSITIONS).is_file()]
+    if unmeasured:
+        check_text(unmeasured)
+    for run in unmeasured:
+        loaded = load_model(run.folder, device=device)
+        measured = loss_by_position(loaded, validation_text(loaded), length=run.config.batch.sequence_length)
+        write_text(run.folder / POSITIONS, json.dumps({"bins": measured.bins(8)}, indent=1) + "\n")
 
 
 def measure_recall(runs: Sequence[Run], device: str) -> None:
-    """Add the associative recall of every run that can be measured to the run's results file, once."""
+    """Add the associative recall of every run that can be measured to the run's results file, once.
+
+    Raises ValueError as `measure_positions`.
+    """
     from tools.evaluation.associative_recall import SUITE, add_recall
     from tools.evaluation.results_file import RESULTS_FILE
     from tools.loading.model import load_model
 
-    for run in runs:
-        path = run.folder / RESULTS_FILE
-        done = (
-            path.is_file()
-            and SUITE in read_json(path, "remove it; eval.py and --recall write it again", "results")["results"]
-        )
-        if run.measurable and not done:
-            add_recall(load_model(run.folder, device=device))
+    def has_recall(path: Path) -> bool:
+        remedy = "remove it; eval.py and --recall write it again"
+        return path.is_file() and SUITE in read_json(path, remedy, "results")["results"]
+
+    unmeasured = [run for run in runs if run.measurable and not has_recall(run.folder / RESULTS_FILE)]
+    if unmeasured:
+        check_text(unmeasured)
+    for run in unmeasured:
+        add_recall(load_model(run.folder, device=device))
 
 
 def positions_of(run: Run) -> list[dict[str, Any]]:

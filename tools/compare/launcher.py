@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -22,7 +23,10 @@ from megatron_lite.metrics.logger import FILE_NAME
 from megatron_lite.plural import counted
 from tools.cli.process_status import describe_status
 from tools.compare.spec import Run, differing_keys
-from tools.compare.token_files import check_token_files
+from tools.compare.token_files import check_token_files, write_token_files
+
+if TYPE_CHECKING:
+    from tools.loading.token_data import PreparedData
 
 _ROOT = Path(__file__).parents[2]
 # Time that a run has to write its checkpoint after it was stopped.
@@ -62,17 +66,17 @@ def check_existing_runs(runs: Sequence[Run], rates_file: Path | None = None) -> 
             raise ValueError(f"{run.folder} was trained to step {done}, but the comparison ends at {steps}. {remedy}")
 
 
-def prepare(runs: Sequence[Run]) -> None:
-    """Write the file of every run, and prepare each corpus once before several processes read it.
+def check_text(runs: Sequence[Run]) -> list[PreparedData]:
+    """Prepare each corpus once before several processes read it, open all token files, and return them. Write no run.
 
-    Raises ValueError if there is no validation text or image, and as `check_token_files`,
-    `tools.loading.token_data.prepared_data` and `tools.loading.image_data.open_images`.
+    Raises ValueError if there is no validation text or image, OSError and ValueError for missing and damaged token files, and as
+    `check_token_files`, `tools.loading.token_data.prepared_data` and `tools.loading.image_data.open_images`.
     """
+    from data.corpus.document_sources import read_sources
+    from data.indexed import IndexedTokens
     from tools.loading.image_data import open_images
     from tools.loading.token_data import prepared_data
 
-    for run in runs:
-        write_text(run.file, run.text)
     texts = []
     for run in {run.config.data.model_dump_json(): run for run in runs}.values():
         if run.config.data.objective == "classification":
@@ -88,7 +92,19 @@ def prepare(runs: Sequence[Run]) -> None:
                 f"{run.name} has no validation text, which the comparison needs: set data.validation with data.train, "
                 "or data.validation_fraction > 0 with data.corpus"
             )
+        for prefix in texts[-1].prefixes:
+            file = IndexedTokens(prefix)
+            if run.config.logging.loss_by_source:
+                read_sources(prefix, len(file))
     check_token_files(runs[0].folder.parent, texts)
+    return texts
+
+
+def write_runs(runs: Sequence[Run], texts: Sequence[PreparedData]) -> None:
+    """Write the file of every run and the checksums of their token files. texts: of `check_text`."""
+    write_token_files(runs[0].folder.parent, texts)
+    for run in runs:
+        write_text(run.file, run.text)
 
 
 def run_all(

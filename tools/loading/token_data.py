@@ -57,10 +57,14 @@ class PreparedData:
     test: str | None = None
 
     @property
+    def prefixes(self) -> list[str]:
+        """Return the prefixes of training, validation and test, each once."""
+        return list(dict.fromkeys(prefix for prefix in (*self.train, self.validation, self.test) if prefix is not None))
+
+    @property
     def files(self) -> list[Path]:
         """Return the files that every process of a run reads."""
-        prefixes = [prefix for prefix in (*self.train, self.validation, self.test) if prefix is not None]
-        pairs = [Path(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")]
+        pairs = [Path(f"{prefix}{ending}") for prefix in self.prefixes for ending in (".bin", ".idx")]
         return pairs + ([] if self.tokenizer_path is None else [self.tokenizer_path])
 
     def load_tokenizer(self) -> Tokenizer:
@@ -104,9 +108,8 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
             test=data.test,
         )
     tokenizer = result.load_tokenizer()
-    for prefix in (*result.train, result.validation, result.test):
-        if prefix is not None:
-            check_tokenizer(prefix, tokenizer)
+    for prefix in result.prefixes:
+        check_tokenizer(prefix, tokenizer)
     _check_vocab_size(data, vocab_size, tokenizer, result.tokenizer_path)
     return result
 

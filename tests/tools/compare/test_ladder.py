@@ -20,11 +20,11 @@ from tests.data.inline_pool import Inline
 from tests.tools.compare.test_plan import EXPERIMENTS, comparison
 from tools import inspect_data
 from tools.compare import held_out
-from tools.compare.__main__ import main
+from tools.compare.__main__ import main, prepare_runs
 from tools.compare.held_out import check_held_out, compressors_of, training_tokens_of
-from tools.compare.launcher import prepare
+from tools.compare.launcher import check_text, write_runs
 from tools.compare.spec import plan_runs, read_comparison
-from tools.compare.token_files import check_token_files
+from tools.compare.token_files import check_token_files, write_token_files
 from tools.loading.token_data import prepared_data
 
 LADDER: dict[str, Any] = {
@@ -77,7 +77,7 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest
     large, small = (read_comparison(EXPERIMENTS / f"{name}.yml") for name in ("ladder", "ladder_small"))
     assert small.models == large.models
     given: dict[str, Any] = {}
-    monkeypatch.setattr("tools.compare.launcher.prepare", lambda runs: None)
+    monkeypatch.setattr("tools.compare.launcher.check_text", lambda runs: [])
     monkeypatch.setattr(held_out, "check_held_out", lambda *_: None)
 
     def run_all(runs: list[Any], **settings: Any) -> SimpleNamespace:
@@ -251,6 +251,7 @@ def text(tmp_path, monkeypatch) -> Any:
             model=SimpleNamespace(vocab_size=384),
             batch=SimpleNamespace(tokens_of=lambda steps: steps * 64),
             schedule=SimpleNamespace(train_steps=20),
+            logging=SimpleNamespace(loss_by_source=True),
         )
         return [SimpleNamespace(name="metala-s-1x-seed1", config=config, causal=True)]
 
@@ -291,7 +292,7 @@ def test_token_files_that_changed_since_the_runs_began_are_refused(text, tmp_pat
     def check(*validation: str) -> None:
         (run,) = text(["a b c " * 100], list(validation))
         run.folder, run.file, run.text = folder / run.name, folder / run.name / "run.yml", ""
-        prepare([run])
+        write_runs([run], check_text([run]))
 
     check("one")
     check("two")  # no run has begun
@@ -310,8 +311,64 @@ def test_token_files_that_changed_since_the_runs_began_are_refused(text, tmp_pat
     (tmp_path / "validation_text_document.json").unlink()
     (run,) = text(["a b c " * 100], ["two"])
     (tmp_path / "validation_text_document.json").unlink()
-    check_token_files(folder, [prepared_data(run.config.data, run.config.model.vocab_size)])
+    texts = [prepared_data(run.config.data, run.config.model.vocab_size)]
+    check_token_files(folder, texts)
+    write_token_files(folder, texts)
     assert set(json.loads((folder / "token_files.json").read_text())) == {str(tmp_path / "train_text_document")}
+
+
+def test_a_refused_text_leaves_no_file_of_a_run(text, monkeypatch, capsys) -> None:
+    runs = text(["a b c " * 100, "shared by both"], ["something else", "shared by both"])
+    planned = laddered()
+    for run in runs:
+        run.folder, run.file, run.text = planned.folder / run.name, planned.folder / run.name / "run.yml", ""
+    with pytest.raises(ValueError, match="shares 1 document with the training text"):
+        prepare_runs(planned, runs)
+    assert not planned.folder.exists()
+
+
+def test_missing_and_damaged_token_files_are_refused_before_the_training(text, tmp_path: Path) -> None:
+    (run,) = text(["a b c " * 100], ["something else"])
+    run.folder = tmp_path / "runs" / run.name
+    name = run.config.data.validation
+    for prefix in ("train", "validation"):
+        (tmp_path / f"{prefix}.jsonl").write_text('{"text": "one", "meta": {"pile_set_name": "A"}}\n')
+        file = source_files(tmp_path / f"{prefix}.jsonl")
+        preprocess(file, tmp_path / prefix, PreprocessingSettings("bytes"), progress=False)
+    assert check_text([run])[0].prefixes == [
+        str(tmp_path / f"{side}_text_document") for side in ("train", "validation")
+    ]
+    Path(f"{name}.sources.npy").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"validation_text_document\.sources\.npy is empty: 0 bytes of 130"):
+        check_text([run])
+    run.config.data = run.config.data.model_copy(update={"validation": "missing"})
+    with pytest.raises(FileNotFoundError, match=r"missing\.idx does not exist"):
+        check_text([run])
+
+
+def test_positions_and_recall_are_not_measured_on_changed_text(text, tmp_path: Path) -> None:
+    def runs(validation: str) -> Any:
+        (run,) = text(["a b c " * 100], [validation])
+        run.folder, run.measurable = tmp_path / "runs" / run.name, True
+        run.file, run.text = run.folder / "run.yml", ""
+        return [run]
+
+    trained = runs("one")
+    write_runs(trained, check_text(trained))
+    write_text(trained[0].folder / "metrics.jsonl", "")
+    changed = runs("two")
+    for measure in (held_out.measure_positions, held_out.measure_recall):
+        with pytest.raises(ValueError, match="has other content than when the runs in"):
+            measure(changed, "cpu")
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text(Path("runs/ladder_cpu"), "")
+    for options in ([], ["--tune"], ["--dry-run"]):
+        assert main([str(EXPERIMENTS / "ladder_cpu.yml"), *options]) == 2
+        assert "error: runs/ladder_cpu is a file, but the comparison needs a folder" in capsys.readouterr().err
+    assert [path.name for path in Path("runs").iterdir()] == ["ladder_cpu"]
 
 
 def test_damaged_files_name_the_option_that_writes_them(tmp_path: Path, monkeypatch) -> None:
