@@ -215,6 +215,11 @@ def _saved(comparison: Comparison) -> dict[str, Any]:
     """Return what `write_rates` wrote. Raises ValueError for a size that is not one of the ladder."""
     path, (ladder, _) = comparison.folder / FILE, _sections(comparison)
     content = read_json(path, _REMEDY, "factor", "losses")
+    factor, losses = content["factor"], content["losses"]
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise ValueError(f"{path} has the factor {factor!r}; a number > 0 is allowed: {_REMEDY}")
+    if not isinstance(losses, dict) or not losses:
+        raise ValueError(f"{path} holds no losses of sizes: {_REMEDY}")
     if unknown := sorted(content["losses"].keys() - ladder.parameters.keys()):
         raise ValueError(f"{path} has the size {unknown[0]}, which ladder.parameters lacks: {_REMEDY}")
     return content

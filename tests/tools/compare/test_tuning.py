@@ -66,6 +66,13 @@ def test_tuned_rates_become_those_of_every_size(tmp_path: Path, monkeypatch) -> 
     smaller = laddered(tuning={**tuning, "sizes": ["m"]}, parameters={"m": 300_000}, tokens_per_parameter={"m": [1]})
     with pytest.raises(ValueError, match=r"learning_rates.json has the size s, which ladder.parameters lacks: remove"):
         with_tuned_rates(smaller.model_copy(update={"sizes": sizes}))
+    for content, problem in (
+        ({"factor": "2", "losses": {"s": losses}}, "has the factor '2'; a number > 0 is allowed"),
+        ({"factor": 2.0, "losses": {}}, "holds no losses of sizes"),
+    ):
+        (planned.folder / FILE).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"learning_rates.json {problem}: remove it; --tune writes it again"):
+            with_tuned_rates(planned)
 
 
 def test_table_of_rates_names_models_whose_own_best_rate_is_another_one(tmp_path: Path, monkeypatch) -> None:
