@@ -114,9 +114,11 @@ def steps_of_rung(ladder: Ladder, rung: str, config: Config[ModelConfig]) -> int
     steps = max(1, round(wanted / per_step))
     reached = config.batch.tokens_of(steps)
     if abs(reached - wanted) > ladder.tolerance * wanted:
+        difference = 100 * abs(reached / wanted - 1)
         raise ValueError(
-            f"ladder rung {rung}: {ratio:g} tokens x {parameters:,.0f} parameters = {wanted:,.0f} tokens; {steps:,} x "
-            f"{per_step:,} tokens per step = {reached:,}, {100 * abs(reached / wanted - 1):.3g} % away, and "
-            f"{100 * ladder.tolerance:g} % is allowed. Lower batch.global_batch_size, or raise tokens_per_parameter"
+            f"ladder rung {rung}: {ratio:g} tokens per parameter x {parameters:,.0f} parameters = {wanted:,.0f} tokens; "
+            f"{steps:,} x {per_step:,} tokens per step = {reached:,}, {difference:.3g} % away, and {100 * ladder.tolerance:g} % is "
+            f"allowed. Lower batch.global_batch_size, or give {reached / parameters:.4g} in place of {ratio:g} in "
+            f"ladder.tokens_per_parameter.{size}"
         )
     return steps

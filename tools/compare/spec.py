@@ -144,8 +144,9 @@ class Run:
 def read_comparison(path: Path) -> Comparison:
     """Read a comparison's file. Raises ValueError naming the key or the missing file, or OSError."""
     if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(
-            f"{path} does not exist: give a comparison's YAML file, such as configs/experiments/compare_lm.yml "
+            f"{path} {problem}: give a comparison's YAML file, such as configs/experiments/compare_lm.yml "
             "(docs/guide/comparing.md describes its keys)"
         )
     comparison = read_as(Comparison, path)
@@ -266,7 +267,10 @@ def _loaded(files: Sequence[str], words: Sequence[str], size: str, model: str) -
         # Each word is a whole section, which the comparison's file sets in parts.
         for word in words:
             problems = [problem.replace(f"(override {word})", place) for problem in problems]
-        raise ConfigError(problems) from error
+        # A missing key has no origin.
+        raise ConfigError(
+            [problem if problem.endswith(")") else f"{problem} {place}" for problem in problems]
+        ) from error
 
 
 def _with_equal_parameters(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:

@@ -230,6 +230,18 @@ def test_differing_keys_are_named(tmp_path: Path) -> None:
     assert not differing_keys(run(config=dict(reversed(CONFIG.items()))))
 
 
+def test_a_missing_key_names_the_model_and_the_size() -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    sizes = {"s": {"optimizer": {"lr": 1e-3}}, "m": {}}
+    with pytest.raises(ConfigError, match=r"optimizer\.lr is missing: .* \(model metala, size m\)"):
+        plan_runs(comparison(config=config, sizes=sizes))
+
+
+def test_a_folder_is_no_comparison(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r" is a folder: give a comparison's YAML file"):
+        read_comparison(tmp_path)
+
+
 def test_the_masked_comparison(tmp_path: Path, monkeypatch) -> None:
     """Plan four encoders of BERT's shape that differ only in their mixers, with parameters equal to 1 %."""
     monkeypatch.chdir(tmp_path)
