@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--{option} measures causal language models, {options.file} trains none: leave --{option} out"
             )
     print(_plan_text(comparison, runs))
+    if comparison.ladder is not None and not (options.tune or options.sizes):
+        from tools.compare.ladder_predictions import too_few_points
+
+        if reason := too_few_points(comparison.ladder, runs):
+            print(f"{reason}\n")
     if options.dry_run:
         return 0
     shown = shown_runs(comparison, runs, options)
@@ -94,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report_rates(file_comparison, shown, failed)
     if options.positions or options.recall:
         _measure(comparison, runs, options)
-    write_results(comparison, shown, options.file, options.page)
+    write_results(comparison, shown, options.file, options.page, _recipe_words(options))
     for name, text in failed.items():
         print(f"\n{name} failed:\n{text}", file=sys.stderr)
     return 0 if all(run.complete for run in runs) else 1
@@ -115,10 +121,19 @@ def shown_runs(comparison: Comparison, runs: Sequence[Run], options: argparse.Na
     return list({run.folder: run for run in (*everything, *runs)}.values())
 
 
-def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page: Path | None = None) -> None:
+def _recipe_words(options: argparse.Namespace) -> list[str]:
+    """Return the words of the command line that change the recipe or the folder of the runs."""
+    named = {"--name": options.name, "--data": options.data}
+    return [word for pair in named.items() if pair[1] is not None for word in pair] + list(options.override)
+
+
+def write_results(
+    comparison: Comparison, runs: Sequence[Run], file: Path, page: Path | None = None, words: Sequence[str] = ()
+) -> None:
     """Print the tables, and write results.md, results.json and the figures to the comparison's folder.
 
-    file: of the comparison. page: also write a ladder's results as a Markdown page of the documentation.
+    file: of the comparison. page: also write a ladder's results as a Markdown page of the documentation. words: of the command
+    that the page shows, after the file.
     """
     from data.atomic_io import write_text
     from megatron_lite.checkpoint.storage import versions
@@ -139,7 +154,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run], file: Path, page:
         sections, files = write_ladder(comparison, comparison.ladder, runs, results, rows, facts)
         text, written = f"{markdown(sections)}\n{text}", written + files
         if page is not None:
-            command = f"python -m tools.compare {file}"
+            command = shlex.join(["python", "-m", "tools.compare", str(file), *words])
             measures = "--positions --recall" if any(run.causal for run in runs) else ""
             parts = [f"# {comparison.title}\n", *(f"{fact}\n" for fact in facts)]
             write_text(page, "\n".join([*parts, markdown(sections, command, measures)]))

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from data.atomic_io import read_json, write_text
 from tools.compare.results import Result, read_results
 from tools.compare.rungs import Ladder
-from tools.compare.scaling_fit import Points, ScalingFit, fit_losses, fit_with_common_exponents
+from tools.compare.scaling_fit import Points, ScalingFit, check_points, fit_losses, fit_with_common_exponents
 from tools.compare.spec import Comparison, Run
 
 FILE = "predictions.json"
@@ -87,10 +88,15 @@ def stored_predictions(comparison: Comparison) -> Predictions:
     path = comparison.folder / FILE
     if not path.is_file():
         return {}
-    models = read_json(path, "remove it; predictions are then computed after the training", "models")["models"]
-    return {
-        model: {rung: Prediction(**values) for rung, values in of_model.items()} for model, of_model in models.items()
-    }
+    remedy = "remove it; predictions are then computed after the training"
+    models = read_json(path, remedy, "models")["models"]
+    try:
+        return TypeAdapter(Predictions).validate_python(models)
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ValueError(
+            f"{path} holds no prediction at models.{place} ({error.errors()[0]['msg']}): {remedy}"
+        ) from error
 
 
 def merge_predictions(computed: Predictions, stored: Predictions) -> Predictions:
@@ -118,6 +124,18 @@ def predict(
             count = len(np.asarray(points[run.model][2]))
             predictions.setdefault(run.model, {})[run.size] = Prediction(loss, low, high, separate, count, stored)
     return predictions, reasons
+
+
+def too_few_points(ladder: Ladder, runs: Sequence[Run]) -> str:
+    """Return why a plan cannot predict the loss of the largest size, or "". runs: of all sizes."""
+    smaller = [run for run in runs if run.model == runs[0].model and not ladder.is_largest(run.size)]
+    tokens = [run.config.batch.tokens_of(run.config.schedule.train_steps) for run in smaller]
+    points = np.array([[run.body for run in smaller], tokens, [1] * len(smaller)], np.float64)
+    try:
+        check_points(f"No prediction of {ladder.largest} is possible", *points)
+    except ValueError as error:
+        return f"{error}."
+    return ""
 
 
 def points_of(results: Sequence[Result]) -> dict[str, Points]:

@@ -328,6 +328,8 @@ def _draw(ladder: Ladder, results: Sequence[Result], fits: Mapping[str, ScalingF
             xlabel="6 N D (floating-point operations without embeddings)", ylabel="validation loss (nats per token)"
         )
         marks = "lines and filled marks" if fits else "filled marks"
-        axes.set_title(f"{title} ({marks}: {ratio:g} {'token' if ratio == 1 else 'tokens'} per parameter)")
+        marks += f": {ratio:g} {'token' if ratio == 1 else 'tokens'} per parameter"
+        marks += "; open marks: other numbers" if any(rungs[result.run.size][1] != ratio for result in complete) else ""
+        axes.set_title(f"{title} ({marks})")
         label_lines(axes)
     return out

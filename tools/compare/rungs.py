@@ -117,8 +117,8 @@ def steps_of_rung(ladder: Ladder, rung: str, config: Config[ModelConfig]) -> int
         difference = 100 * abs(reached / wanted - 1)
         raise ValueError(
             f"ladder rung {rung}: {ratio:g} tokens per parameter x {parameters:,.0f} parameters = {wanted:,.0f} tokens; "
-            f"{steps:,} x {per_step:,} tokens per step = {reached:,}, {difference:.3g} % away, and {100 * ladder.tolerance:g} % is "
-            f"allowed. Lower batch.global_batch_size, or give {reached / parameters:.4g} in place of {ratio:g} in "
+            f"{steps:,} x {per_step:,} tokens per step = {reached:,}, {difference:.3g} % away, and {100 * ladder.tolerance:g} % "
+            f"is allowed. Lower batch.global_batch_size, or give {reached / parameters:.4g} in place of {ratio:g} in "
             f"ladder.tokens_per_parameter.{size}"
         )
     return steps

@@ -81,7 +81,7 @@ def fit_with_common_exponents(points: Mapping[str, Points], *, samples: int = 20
     """
     arrays = [np.array([np.asarray(values, np.float64) for values in of_model]) for of_model in points.values()]
     for name, (N, D, L) in zip(points, arrays, strict=True):
-        _check_points(name, N, D, L)
+        check_points(name, N, D, L)
     model = np.repeat(np.arange(len(arrays)), [array.shape[1] for array in arrays])
     N, D, L = np.concatenate(arrays, 1)
     center = (float(np.exp(np.log(N).mean())), float(np.exp(np.log(D).mean())))
@@ -98,8 +98,8 @@ def fit_with_common_exponents(points: Mapping[str, Points], *, samples: int = 20
     return {name: ScalingFit(center, values[k], refits[:, k], residuals) for k, name in enumerate(points)}
 
 
-def _check_points(name: str, N: NDArray[np.float64], D: NDArray[np.float64], L: NDArray[np.float64]) -> None:
-    """Raise ValueError as `fit_with_common_exponents`."""
+def check_points(name: str, N: NDArray[np.float64], D: NDArray[np.float64], L: NDArray[np.float64]) -> None:
+    """Raise ValueError as `fit_with_common_exponents`. N, D, L: parameters, tokens and losses of the runs of one model."""
     if not (np.isfinite(L) & (L > 0)).all():
         raise ValueError(
             f"{name}: the loss {L[~(np.isfinite(L) & (L > 0))][0]} cannot be fitted; leave diverged runs out"

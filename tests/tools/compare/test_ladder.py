@@ -173,14 +173,36 @@ def test_rungs_have_their_own_seeds_and_one_width_per_size() -> None:
         ),
         (
             {"tokens_per_parameter": {"s": [0.001], "m": [1]}},
-            r"ladder rung s-0.001x: 0.001 tokens x 80,000 parameters = 80 tokens; 1 x 64 tokens per step = 64, 20 % away, "
-            r"and 1 % is allowed",
+            r"ladder rung s-0.001x: 0.001 tokens per parameter x 80,000 parameters = 80 tokens; 1 x 64 tokens per step = 64, "
+            r"20 % away, "
+            r"and 1 % is allowed. .* give 0.0008 in place of 0.001 in ladder.tokens_per_parameter.s",
         ),
     ],
 )
 def test_sizes_and_tokens_that_do_not_match_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_runs(laddered(**changes))
+
+
+def test_the_plan_says_that_too_few_rungs_predict_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = yaml.safe_load((EXPERIMENTS / "ladder_cpu.yml").read_text())
+    for ratios, note in (
+        ([1, 2, 4], ""),
+        ([1, 2], ""),
+        (
+            [1],
+            "No prediction of 400k is possible: 3 different points, 3 sizes, 3 token counts; E, A, a, B and b are 5 unknowns",
+        ),
+    ):
+        content["ladder"]["tokens_per_parameter"] = {"50k": ratios, "100k": ratios, "200k": ratios[:2], "400k": [1]}
+        Path("ladder.yml").write_text(yaml.safe_dump(content))
+        assert main(["ladder.yml", "--dry-run"]) == 0
+        output = capsys.readouterr().out
+        assert note in output
+        assert ("No prediction" in output) == bool(note)
+        assert main(["ladder.yml", "--dry-run", "--sizes", "400k"]) == 0
+        assert "No prediction" not in capsys.readouterr().out
 
 
 def test_ladders_that_contradict_the_file_are_refused(tmp_path: Path, capsys) -> None:

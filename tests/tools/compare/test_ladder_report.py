@@ -240,12 +240,15 @@ def test_picture_names_its_lines_and_filled_marks(tmp_path: Path, monkeypatch) -
         write_ladder(planned, ladder, runs, some, rows_of(some))
         return drawn[-1].get_title(loc="left")
 
-    assert title(results) == "T (lines and filled marks: 10 tokens per parameter)"
+    assert title(results) == "T (lines and filled marks: 10 tokens per parameter; open marks: other numbers)"
     filled = [line for line in drawn[-1].lines if line.get_marker() and line.get_markerfacecolor() != "none"]
     assert len(filled) == sum(run.size.endswith("-10x") for run in runs)
     ratios = {**planned.ladder.tokens_per_parameter, "40m": (1, 10)}
     rungs = [result for result in results if result.run.size == "5m-10x"]
-    assert title(rungs, tokens_per_parameter=ratios) == "T (filled marks: 1 token per parameter)"
+    assert (
+        title(rungs, tokens_per_parameter=ratios)
+        == "T (filled marks: 1 token per parameter; open marks: other numbers)"
+    )
 
 
 def test_exponents_that_the_runs_do_not_determine_are_named(tmp_path: Path) -> None:
@@ -301,6 +304,11 @@ def test_predictions_are_stored_before_the_largest_size_is_complete_and_then_kep
     document = markdown(write_ladder(planned, planned.ladder, runs, results, rows_of(results))[0])
     assert "{:.4f} [{:.4f}, {:.4f}]".format(*prediction.mean) in document
     assert f"Softmax: stored at {prediction.stored} UTC, before a run of 40m was complete." in document
+    (tmp_path / ladder_predictions.FILE).write_text('{"models": {"softmax": {"40m-10x": {"loss": 2.0}}}}')
+    with pytest.raises(
+        ValueError, match=r"predictions\.json holds no prediction at models\.softmax\.40m-10x\.low .*: remove"
+    ):
+        store()
     (tmp_path / ladder_predictions.FILE).unlink()
     assert not store()
     # Another launch trains other seeds of the same models.
@@ -339,6 +347,9 @@ def test_page_holds_the_launches_and_a_command_for_every_table(tmp_path: Path, m
     write_results(planned, runs, Path("ladder.yml"), page)
     assert str(page) in capsys.readouterr().out
     text = page.read_text()
+    assert "    python -m tools.compare ladder.yml --positions --recall\n" in text
+    write_results(planned, runs, Path("ladder.yml"), page, ["--name", "high", "data.train=[a, b]"])
+    assert "    python -m tools.compare ladder.yml --name high 'data.train=[a, b]' --positions" in page.read_text()
     assert text.startswith(
         "# T\n\n1 x GPU; 2026-01-02; commit abc1234; 700 s in 3 launches; kernels ran in 80% of the GPU's"
     )
