@@ -23,7 +23,17 @@ from data.preprocessing.filters import Filters
 from data.preprocessing.pipeline import finished, preprocess
 from data.tokenizer import merges_of
 from megatron_lite.plural import counted
-from tools.cli.arguments import above_zero, command, command_line, from_zero, interrupted, positive, share, words
+from tools.cli.arguments import (
+    above_zero,
+    check_writable,
+    command,
+    command_line,
+    from_zero,
+    interrupted,
+    positive,
+    share,
+    words,
+)
 
 # Names of tokenizer types, including those of GPT-NeoX and Megatron-LM.
 TOKENIZER_TYPES = {
@@ -112,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_summary(options, manifests, licences)
         print("complete: written before from this input with these settings (--overwrite writes it again)")
         return 0
+    for name in settings.names():
+        check_writable(Path(f"{options.output_prefix}_{name}_document.bin"), "--output-prefix")
     start = time.perf_counter()
     try:
         manifests = preprocess(

@@ -18,7 +18,7 @@ from data.corpus.split import TextSample, split_position
 from data.progress import ProgressBar
 from data.tokenizer import load_tokenizer
 from data.train_sentencepiece import check_sentencepiece_size, train_sentencepiece
-from tools.cli.arguments import command, command_line, positive
+from tools.cli.arguments import check_writable, command, command_line, positive
 
 EXAMPLES = """example:
   python -m tools.train_tokenizer --input stdlib --vocab-size 4096 --output tokenizer.model
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{options.output} is complete: trained before on this input with these settings (--overwrite trains again)"
         )
         return 0
+    check_writable(options.output, "--output")
     start = time.perf_counter()
     held_out: list[str] = []
     sample = TextSample(options.sample_characters)
@@ -70,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         held_out = []
     texts = sample.texts()
     if not texts:
-        raise ValueError(f"--input {' '.join(options.input)}: holds no text")
+        raise ValueError(
+            f"--input {' '.join(options.input)}: holds no text; name files that hold text under --jsonl-key {options.jsonl_key}"
+        )
     print(f"training {options.model_type} of {options.vocab_size:,} on {sample.characters:,} characters")
     temporary = options.output.with_name(f".{options.output.name}.trained")
     try:

@@ -53,7 +53,10 @@ class PreprocessingSettings:
                 f"--jsonl-keys {named[0]}: the key names an output file, so it must not hold a slash; rename the key in the input"
             )
         if self.split and (len(self.split) > 3 or not (min(self.split) >= 0 and 0 < sum(self.split) < math.inf)):
-            raise ValueError(f"split {self.split} must be up to three shares, train,validation,test, such as 98,1,1")
+            shares = ",".join(f"{share:g}" for share in self.split)
+            raise ValueError(
+                f"--split {shares}: up to three numbers from 0 are allowed, not all 0, for train,validation,test, such as 98,1,1"
+            )
         if self.ftfy:
             try:
                 import ftfy  # noqa: F401

@@ -303,8 +303,8 @@ class _Counts:
         self.documents += documents + skipped.total()
         if self.broken > allowed:
             raise ValueError(
-                f"{messages[allowed - previous]} (broken lines allowed: {allowed}). Repair the file, or skip broken lines with"
-                " --max-broken."
+                f"{messages[allowed - previous].rstrip('.')} (broken lines allowed: {allowed}). Repair the file, or skip broken"
+                " lines with --max-broken."
             )
         if self.documents >= 1000:
             self.check_at_end()

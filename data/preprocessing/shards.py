@@ -205,7 +205,8 @@ def join_shards(
         shutil.rmtree(parts)
         if set(+skipped) <= {"empty", "broken"}:
             raise ValueError(
-                f"the input holds no text: {shown_files(files)} ({why}). Check the text key (--jsonl-keys)"
+                f"the input holds no text: {shown_files(files)} ({why}). Name files that hold text (--input), and the key that"
+                f" holds it (--jsonl-keys, now {' '.join(settings.keys)})"
             )
         raise ValueError(
             f"the filters leave no document of {shown_files(files)} (removed: {why}). Change the options of these filters"

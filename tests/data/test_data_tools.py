@@ -115,7 +115,7 @@ def test_files_that_are_not_there(tmp_path, capsys):
     assert "none.idx does not exist" in capsys.readouterr().err
 
 
-def test_a_tokenizer_is_trained_and_measured(tmp_path, capsys):
+def test_a_tokenizer_is_trained_and_measured(tmp_path, capsys, monkeypatch):
     output = tmp_path / "t.model"
     assert train_tokenizer.main(["--input", "stdlib/json", "--vocab-size", "400", "--output", str(output)]) == 0
     assert "400 pieces, 1.6" in capsys.readouterr().out
@@ -123,6 +123,11 @@ def test_a_tokenizer_is_trained_and_measured(tmp_path, capsys):
     assert tokenizer.decode(tokenizer.encode("  def\t\n")) == "  def\t\n"
     assert train_tokenizer.main(["--input", str(tmp_path / "no"), "--output", str(output)]) == 2
     assert "does not exist" in capsys.readouterr().err
+    monkeypatch.setattr(
+        train_tokenizer, "train_sentencepiece", lambda *_, **__: pytest.fail("the output cannot be written")
+    )
+    assert train_tokenizer.main(["--input", "stdlib/json", "--output", str(output / "in_a_file.model")]) == 2
+    assert "in_a_file.model: cannot be written (Not a directory" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_one_document(tmp_path, capsys, monkeypatch):

@@ -57,8 +57,13 @@ def test_broken_lines_stop_the_job_or_are_counted(tmp_path, inline):
         ({"--jsonl-keys": "a/b"}, "--jsonl-keys a/b: the key names an output file, so it must not hold a slash"),
         ({"--tokenizer-type": "hf"}, "a tokenizer of type 'hf' needs a path"),
         ({"--split": "a,b"}, "--split 'a,b' must be numbers"),
-        ({"--split": "1,2,3,4"}, "must be up to three shares"),
-        ({"--split": "nan,1"}, "must be up to three shares"),
+        ({"--split": "1,2,3,4"}, "--split 1,2,3,4: up to three numbers from 0 are allowed, not all 0"),
+        ({"--split": "nan,1"}, "--split nan,1: up to three numbers"),
+        ({"--split": "90,-5"}, "--split 90,-5: up to three numbers"),
+        (
+            {"--output-prefix": "/dev/null/x"},
+            "--output-prefix /dev/null/x_text_document.bin: cannot be written (Not a directory",
+        ),
         (
             {"--output-prefix": "out/"},
             "--output-prefix out/ names a folder: add how the names of the files in it begin",
@@ -76,7 +81,9 @@ def test_messages(tmp_path, capsys, inline, changes, message):
 
 def test_input_without_text(tmp_path, inline):
     path = write(tmp_path / "x.jsonl", [{"text": ""}])
-    with pytest.raises(ValueError, match=r"the input holds no text: .*x\.jsonl.*\(1 empty\)"):
+    with pytest.raises(
+        ValueError, match=r"holds no text: .*x\.jsonl.*\(1 empty\)\. Name files .*--jsonl-keys, now text\)"
+    ):
         preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.jsonl"]
 
