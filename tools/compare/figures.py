@@ -36,6 +36,9 @@ def _results(results: Sequence[Result], rows: Sequence[Row], styles: dict[str, A
     # All sizes have one order of models, that of the largest size.
     largest = [row.label for row in ranked(row for row in rows if row.size == sizes[-1])]
     models = list(dict.fromkeys([*largest, *(row.label for row in rows)]))
+    # During the training a part of the text is validated, at the end all of it.
+    shares = {line.get("evaluated_fraction", 1.0) for result in results for line in result.curve}
+    partial = "; the last point is of the whole validation set" if min(shares, default=1.0) < 1 else ""
     heights = [0.22 * len(models) + 0.4, 3.0]
     options = {"height": sum(heights) + 1.2, "height_ratios": heights, "squeeze": False, "sharey": "row"}
     with saved_figure(out, 2, len(sizes), **options) as (figure, axes):
@@ -61,6 +64,7 @@ def _results(results: Sequence[Result], rows: Sequence[Row], styles: dict[str, A
         axes[0, 0].set_yticks(range(len(models)), models)
         axes[0, 0].set_ylim(len(models) - 0.4, -0.6)
         axes[0, len(sizes) // 2].set_xlabel(label)
+        axes[1, len(sizes) // 2].set_xlabel(f"tokens{partial}")
         if late:
             margin = 0.05 * max(max(late) - min(late), 1e-6)
             axes[1, 0].set_ylim(min(late) - margin, max(late) + margin)
@@ -93,12 +97,18 @@ def _scaling(rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str)
             label = model_rows[0].label
             axes.errorbar(sizes, means, yerr=[below, above], label=label, elinewidth=0.8, **styles[model])
         log_axes(axes, "x", {row.body for row in rows if row.model == rows[0].model})
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:.3g} M")
+        axes.xaxis.set_major_formatter(lambda value, _: _parameter_count(value))
         seeds = " (bars: range of the seeds)" if any(len(row.values["loss"]) > 1 for row in rows) else ""
         axes.set(xlabel="parameters without embeddings", ylabel="validation loss (nats per token)")
         axes.set_title(f"{title}{seeds}")
         label_lines(axes)
     return out
+
+
+def _parameter_count(value: float) -> str:
+    """Return a number of parameters with three digits: 27.3 M, 614 k, 100."""
+    unit, suffix = next((pair for pair in ((1e6, " M"), (1e3, " k")) if value >= pair[0]), (1, ""))
+    return f"{value / unit:.3g}{suffix}"
 
 
 def _by_source(
@@ -107,7 +117,7 @@ def _by_source(
     """Draw each model's loss per source minus the reference's, for one size. Bars are standard errors over the seeds."""
     base = next((row for row in rows if row.model == reference), rows[0])
     others = [row for row in rows if row is not base]
-    with saved_figure(out, height=1.2 + 0.62 * len(sources)) as (_, axes):
+    with saved_figure(out, height=1.2 + min(0.62, 0.2 + 0.1 * len(others)) * len(sources)) as (_, axes):
         has_errors = False
         for number, row in enumerate(others):
             offset = 0.7 * ((number + 0.5) / len(others) - 0.5)
@@ -132,4 +142,4 @@ def _by_source(
 
 
 def _sources(row: Row) -> list[str]:
-    return [metric for metric in row.values if metric.startswith("loss/")]
+    return sorted(metric for metric in row.values if metric.startswith("loss/"))

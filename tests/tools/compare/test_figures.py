@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tools.compare import figures
 from tools.compare.figures import draw
 from tools.compare.results import Result, Row, tables
 from tools.reporting.style import series_style
@@ -44,7 +45,8 @@ def test_figures_show_curves_scaling_and_sources(monkeypatch: pytest.MonkeyPatch
         assert line.get_ydata().tolist() == pytest.approx([loss, loss])
         assert [y for _, y in bars.get_segments()[0]] == pytest.approx([loss - 0.2, loss + 0.2])
     assert scaling.get_xscale() == "log"
-    assert [label.get_text() for label in scaling.get_xticklabels()] == ["0.0001 M", "0.0004 M"]
+    assert [label.get_text() for label in scaling.get_xticklabels()] == ["100", "400"]
+    assert [figures._parameter_count(number) for number in (614_400, 27_310_000)] == ["614 k", "27.3 M"]
     (sources,) = drawn["sources"].axes
     (container,) = sources.containers
     assert container.get_label() == "B"
@@ -52,6 +54,12 @@ def test_figures_show_curves_scaling_and_sources(monkeypatch: pytest.MonkeyPatch
     assert [round(x, 6) for x, _ in container[2][0].get_segments()[0]] == [-1.2, -1.0]
     assert sources.get_title(loc="left") == "T, large (bars: standard errors over the seeds)"
     assert scaling.get_title(loc="left") == "T (bars: range of the seeds)"
+    assert drawn["results"].axes[-1].get_xlabel() == "tokens"
+    partial = [
+        replace(result, curve=[{**line, "evaluated_fraction": 0.5} for line in result.curve]) for result in results
+    ]
+    draw(partial, rows, Path(), "T", "a")
+    assert drawn["results"].axes[-1].get_xlabel() == "tokens; the last point is of the whole validation set"
     one_seed = [replace(row, values={key: {1: of_seeds[1]} for key, of_seeds in row.values.items()}) for row in rows]
     draw(results, one_seed, Path(), "T", "a")
     assert drawn["sources"].axes[0].get_title(loc="left") == "T, large"
