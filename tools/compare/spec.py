@@ -197,7 +197,9 @@ def plan_runs(
             reference = cells.get((size, equal.reference)) or _cell(comparison, size, equal.reference, overrides)
             for model in models:
                 if model != equal.reference:
-                    cells[size, model] = _with_equal_parameters(cells[size, model], reference, equal)
+                    cells[size, model] = _with_equal_parameters(
+                        f"{model} in size {size}" if size else model, cells[size, model], reference, equal
+                    )
     if comparison.ladder is not None:
         _set_rungs(cells, comparison.ladder)
     parameters = {key: count_parameters(config.model) for key, (_, config) in cells.items()}
@@ -273,10 +275,13 @@ def _loaded(files: Sequence[str], words: Sequence[str], size: str, model: str) -
         ) from error
 
 
-def _with_equal_parameters(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
+def _with_equal_parameters(name: str, cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
     tree, config = cell
     target = count_parameters(reference[1].model) - embedding_parameters(reference[1].model)
-    width = equal_width(config.model, target, multiple=equal.multiple, tolerance=equal.tolerance)
+    try:
+        width = equal_width(config.model, target, multiple=equal.multiple, tolerance=equal.tolerance)
+    except ValueError as error:
+        raise ValueError(f"equal_parameters, {name} with the reference {equal.reference}: {error}") from error
     model = replace(config.model, intermediate_size=width)
     return _with_values(tree, {_WIDTH: width}), config.model_copy(update={"model": model})
 

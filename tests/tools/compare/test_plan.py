@@ -172,7 +172,9 @@ def test_equal_parameters_of_every_model_and_size() -> None:
     # The reference sets the width also if it is not trained itself.
     alone = plan_runs(comparison(equal_parameters=equal), models=["retnet"], sizes=["s"])
     assert alone[0].body == retnet.body
-    with pytest.raises(ValueError, match=r"not within 0\.1 %"):
+    with pytest.raises(
+        ValueError, match=r"equal_parameters, retnet in size s with the reference metala: .*not within 0\.1 %"
+    ):
         plan_runs(comparison(equal_parameters={**equal, "tolerance": 0.001, "multiple": 128}))
 
 
