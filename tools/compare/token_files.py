@@ -1,4 +1,4 @@
-"""Refuse token files that were replaced since the runs of a comparison began: losses on other text cannot be compared."""
+"""Refuse token files and corpora that changed since the runs of a comparison began: their losses cannot be compared."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FILE = "token_files.json"
 def check_token_files(folder: Path, texts: Iterable[PreparedData]) -> None:
     """Raise ValueError for token files whose checksums differ from those in `folder`, if a run in the folder has begun.
 
-    Files without checksums in their manifest, and those of a cached corpus, are not checked.
+    Files without checksums in their manifest are not checked.
     """
     saved = _saved(folder)
-    changed = [prefix for prefix, checksums in _checksums(texts).items() if saved.get(prefix, checksums) != checksums]
+    changed = [name for name, checksums in _checksums(texts).items() if saved.get(name, checksums) != checksums]
     if changed and any(folder.glob(f"*/{FILE_NAME}")):
         raise ValueError(
             f"{changed[0]} has other content than when the runs in {folder} began, so their losses cannot be compared. Restore "
-            "the token files, give the comparison another --name, or remove the folder"
+            "the text, give the comparison another --name, or remove the folder"
         )
 
 
@@ -41,10 +41,11 @@ def _saved(folder: Path) -> dict[str, Any]:
 
 
 def _checksums(texts: Iterable[PreparedData]) -> dict[str, Any]:
-    """Return prefix -> checksums in its manifest."""
-    manifests = {
-        prefix: read_manifest(prefix) for prefix in sorted({prefix for text in texts for prefix in text.prefixes})
+    """Return name -> checksums in the manifest. A cached corpus has another prefix after a change, so its settings name it."""
+    prefixes = {
+        f"the {Path(prefix).name} of data.corpus {text.corpus}" if text.corpus else prefix: prefix
+        for text in texts
+        for prefix in text.prefixes
     }
-    return {
-        prefix: manifest["checksums"] for prefix, manifest in manifests.items() if manifest and "checksums" in manifest
-    }
+    manifests = {name: read_manifest(prefix) or {} for name, prefix in sorted(prefixes.items())}
+    return {name: manifest["checksums"] for name, manifest in manifests.items() if "checksums" in manifest}

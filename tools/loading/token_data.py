@@ -15,6 +15,8 @@ from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
 from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
 from megatron_lite.config.data_schema import DataConfig
 
+_CORPUS_KEYS = {"corpus", "tokenizer", "text_key", "source_key", "validation_fraction"}  # of the section `data`
+
 
 def data_config(config: dict[str, Any]) -> DataConfig:
     """Return the section `data` of a checkpoint's configuration."""
@@ -45,6 +47,7 @@ class PreparedData:
         train, validation, test: prefixes of token files; validation and test may be None.
         train_tokens: tokens of the training files.
         validation_text, validation_bytes: the raw text of the validation tokens; None if it is unknown.
+        corpus: `data.corpus` and the settings that it was prepared with, as JSON; "" for files that the configuration names.
     """
 
     train: tuple[str, ...]
@@ -55,6 +58,7 @@ class PreparedData:
     tokenizer_type: str
     tokenizer_path: Path | None
     test: str | None = None
+    corpus: str = ""
 
     @property
     def prefixes(self) -> list[str]:
@@ -92,6 +96,7 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
             validation_bytes=corpus.manifest["validation"]["bytes"] if corpus.validation_prefix else None,
             tokenizer_type=corpus.tokenizer_type,
             tokenizer_path=corpus.tokenizer_path,
+            corpus=data.model_dump_json(include=_CORPUS_KEYS),
         )
     else:
         if not data.train_files:

@@ -393,6 +393,27 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, monkeypatch, c
     assert [path.name for path in Path("runs").iterdir()] == ["ladder_cpu"]
 
 
+def test_a_corpus_that_changed_since_the_runs_began_is_refused(text, tmp_path: Path) -> None:
+    (run,) = text(["a b c " * 100], ["one"])
+    run.folder, run.file, run.text = tmp_path / "runs" / run.name, tmp_path / "runs" / run.name / "run.yml", ""
+    run.config.logging.loss_by_source = False
+    corpus = tmp_path / "corpus.jsonl"
+    data = {"corpus": str(corpus), "tokenizer": {"type": "bytes"}, "cache_directory": str(tmp_path / "cache")}
+    run.config.data = DataConfig.model_validate(data)
+
+    def check(documents: int) -> None:
+        corpus.write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(documents)))
+        write_runs([run], check_text([run]))
+
+    check(20)
+    write_text(run.folder / "metrics.jsonl", "")
+    check(20)  # written again with the same content
+    with pytest.raises(
+        ValueError, match=r'text_document of data\.corpus {"corpus":".*corpus\.jsonl",.* has other content than'
+    ):
+        check(30)
+
+
 def test_damaged_files_name_the_option_that_writes_them(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     planned = laddered()
