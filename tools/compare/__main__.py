@@ -98,11 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no run is complete yet: run the same command without --report", file=sys.stderr)
     if options.tune:
         return _report_rates(file_comparison, shown, failed)
-    if options.positions or options.recall:
-        _measure(comparison, runs, options)
-    write_results(comparison, shown, options.file, options.page, _recipe_words(options))
-    for name, text in failed.items():
-        print(f"\n{name} failed:\n{text}", file=sys.stderr)
+    try:
+        if options.positions or options.recall:
+            _measure(comparison, runs, options)
+    finally:  # a refused or interrupted measurement does not hide the results of the training
+        write_results(comparison, shown, options.file, options.page, _recipe_words(options))
+        _print_failures(failed)
     return 0 if all(run.complete for run in runs) else 1
 
 
@@ -119,6 +120,11 @@ def shown_runs(comparison: Comparison, runs: Sequence[Run], options: argparse.Na
         return list(runs)
     everything = plan_runs(comparison, overrides=options.override)
     return list({run.folder: run for run in (*everything, *runs)}.values())
+
+
+def _print_failures(failed: Mapping[str, str]) -> None:
+    for name, text in failed.items():
+        print(f"\n{name} failed:\n{text}", file=sys.stderr)
 
 
 def _recipe_words(options: argparse.Namespace) -> list[str]:
@@ -219,6 +225,7 @@ def _report_rates(file_comparison: Comparison, runs: Sequence[Run], failed: Mapp
     from tools.compare.results import progress_note
     from tools.compare.tuning import FILE, write_rates
 
+    _print_failures(failed)
     table = write_rates(file_comparison, runs, failed)
     print(progress_note(runs) if table is None else f"\n{markdown([table])}\n{file_comparison.folder / FILE}")
     return 1 if table is None else 0

@@ -69,13 +69,14 @@ def check_existing_runs(runs: Sequence[Run], rates_file: Path | None = None) -> 
 def check_text(runs: Sequence[Run]) -> list[PreparedData]:
     """Prepare each corpus once before several processes read it, open all token files, and return them. Write no run.
 
-    Raises ValueError if there is no validation text or image, OSError and ValueError for missing and damaged token files, and as
-    `check_token_files`, `tools.loading.token_data.prepared_data` and `tools.loading.image_data.open_images`.
+    Raises ValueError if there is no validation text or image, or if the training text is shorter than a sample. Raises OSError and
+    ValueError for missing and damaged token files, and as `check_token_files`, `tools.loading.token_data.prepared_data` and
+    `tools.loading.image_data.open_images`.
     """
     from data.corpus.document_sources import read_sources
     from data.indexed import IndexedTokens
     from tools.loading.image_data import open_images
-    from tools.loading.token_data import prepared_data
+    from tools.loading.token_data import check_sequence_length, prepared_data
 
     texts = []
     for run in {run.config.data.model_dump_json(): run for run in runs}.values():
@@ -92,9 +93,11 @@ def check_text(runs: Sequence[Run]) -> list[PreparedData]:
                 f"{run.name} has no validation text, which the comparison needs: set data.validation with data.train, "
                 "or data.validation_fraction > 0 with data.corpus"
             )
+        of_text = [other for other in runs if other.config.data == run.config.data]
+        check_sequence_length(texts[-1], max(other.config.batch.sequence_length for other in of_text))
         for prefix in texts[-1].prefixes:
             file = IndexedTokens(prefix)
-            if run.config.logging.loss_by_source:
+            if any(other.config.logging.loss_by_source for other in of_text):
                 read_sources(prefix, len(file))
     check_token_files(runs[0].folder.parent, texts)
     return texts

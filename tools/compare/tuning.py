@@ -100,8 +100,8 @@ def write_rates(comparison: Comparison, runs: Sequence[Run], failed: Collection[
     best = min(means, key=lambda factor: means[factor])
     if not math.isfinite(means[best]):
         raise ValueError(
-            f"ladder.tuning: with every factor a run diverged ({', '.join(diverged[:3])}; logs in {runs[0].folder.parent}); "
-            "lower ladder.tuning.factors"
+            f"ladder.tuning: with every factor a run failed or diverged ({', '.join(diverged[:3])}; each has a train.log in "
+            f"{runs[0].folder.parent}). Remove the cause that the logs name; for diverged runs, lower ladder.tuning.factors"
         )
     rates = {size: _rate(comparison, size) for size in losses}
     content = {"factor": float(best), "rates": rates, "losses": losses}

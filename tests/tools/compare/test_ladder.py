@@ -97,6 +97,14 @@ def test_the_small_ladder_has_the_models_of_the_large_one_and_trains_the_largest
     monkeypatch.setattr(held_out, "measure_positions", lambda runs, _: measured.extend(run.size for run in runs))
     assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--sizes", "600k", "--positions"]) == 1
     assert measured == ["600k-40x"]
+
+    def refused(*_: Any) -> None:
+        raise ValueError("no such text")
+
+    monkeypatch.setattr(held_out, "measure_positions", refused)
+    Path("runs/ladder_small/results.md").unlink()
+    assert main([str(EXPERIMENTS / "ladder_small.yml"), *words, "--sizes", "600k", "--positions"]) == 2
+    assert Path("runs/ladder_small/results.md").is_file()  # the results of the training are written
     given.clear()
     words[1] = "metala"  # a model of ladder.tuning
     for more in ([], ["--tune"]):
@@ -271,7 +279,7 @@ def text(tmp_path, monkeypatch) -> Any:
         config = SimpleNamespace(
             data=DataConfig.model_validate(data),
             model=SimpleNamespace(vocab_size=384),
-            batch=SimpleNamespace(tokens_of=lambda steps: steps * 64),
+            batch=SimpleNamespace(tokens_of=lambda steps: steps * 64, sequence_length=2),
             schedule=SimpleNamespace(train_steps=20),
             logging=SimpleNamespace(loss_by_source=True),
         )
@@ -363,6 +371,12 @@ def test_missing_and_damaged_token_files_are_refused_before_the_training(text, t
     Path(f"{name}.sources.npy").write_bytes(b"")
     with pytest.raises(ValueError, match=r"validation_text_document\.sources\.npy is empty: 0 bytes of 130"):
         check_text([run])
+    run.config.batch.sequence_length, run.config.logging.loss_by_source = 100, False
+    with pytest.raises(
+        ValueError, match=r"batch\.sequence_length = 100: the token file .*train_text_document holds 3 tokens"
+    ):
+        check_text([run])
+    run.config.batch.sequence_length = 2
     run.config.data = run.config.data.model_copy(update={"validation": "missing"})
     with pytest.raises(FileNotFoundError, match=r"missing\.idx does not exist"):
         check_text([run])
