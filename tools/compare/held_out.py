@@ -69,7 +69,10 @@ def _validation_text(data: PreparedData) -> bytes:
 def compressors_of(comparison: Comparison) -> dict[str, float]:
     """Return the bits per byte of gzip and xz on the validation text; empty before the check."""
     path = comparison.folder / FILE
-    return read_json(path, _REMEDY, "compressors")["compressors"] if path.is_file() else {}
+    compressors = read_json(path, _REMEDY, "compressors")["compressors"] if path.is_file() else {}
+    if not isinstance(compressors, dict) or not all(isinstance(bits, float) for bits in compressors.values()):
+        raise ValueError(f"{path}: compressors = {compressors}; a number per compressor is allowed: {_REMEDY}")
+    return compressors
 
 
 def training_tokens_of(comparison: Comparison) -> int | None:
@@ -119,4 +122,10 @@ def measure_recall(runs: Sequence[Run], device: str) -> None:
 def positions_of(run: Run) -> list[dict[str, Any]]:
     """Return the bins that `measure_positions` wrote; empty if it did not."""
     path = run.folder / POSITIONS
-    return read_json(path, "remove it; --positions writes it again", "bins")["bins"] if path.is_file() else []
+    remedy = "remove it; --positions writes it again"
+    bins = read_json(path, remedy, "bins")["bins"] if path.is_file() else []
+    if not isinstance(bins, list) or not all(
+        isinstance(span, dict) and {"from", "to", "loss"} <= span.keys() for span in bins
+    ):
+        raise ValueError(f"{path}: a list of bins with from, to and loss is allowed: {remedy}")
+    return bins

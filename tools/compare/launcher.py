@@ -69,8 +69,8 @@ def check_existing_runs(runs: Sequence[Run], rates_file: Path | None = None) -> 
 def check_text(runs: Sequence[Run]) -> list[PreparedData]:
     """Prepare each corpus once before several processes read it, open all token files, and return them. Write no run.
 
-    Raises ValueError if there is no validation text or image, or if the training text is shorter than a sample. Raises OSError and
-    ValueError for missing and damaged token files, and as `check_token_files`, `tools.loading.token_data.prepared_data` and
+    Raises ValueError if there is no validation text or image, or if the training text is shorter than a sample. Raises OSError
+    and ValueError for missing and damaged token files, and as `check_token_files`, `tools.loading.token_data.prepared_data` and
     `tools.loading.image_data.open_images`.
     """
     from data.corpus.document_sources import read_sources

@@ -441,6 +441,14 @@ def test_damaged_files_name_the_option_that_writes_them(tmp_path: Path, monkeypa
             read(planned)
     with pytest.raises(ValueError, match=r"positions\.json is no JSON .*: remove it; --positions writes it again"):
         held_out.positions_of(run)
+    write_text(planned.folder / held_out.FILE, '{"compressors": [2.0]}')
+    write_text(run.folder / held_out.POSITIONS, '{"bins": [{"from": 1}]}')
+    with pytest.raises(
+        ValueError, match=r"held_out\.json: compressors = \[2\.0\]; .*: remove it; --check writes it again"
+    ):
+        compressors_of(planned)
+    with pytest.raises(ValueError, match=r"positions\.json: a list of bins .*: remove it; --positions writes it again"):
+        held_out.positions_of(run)
     with pytest.raises(
         ValueError, match=r"results\.json is no JSON .*: remove it; eval\.py and --recall write it again"
     ):
