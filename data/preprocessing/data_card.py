@@ -11,6 +11,7 @@ import numpy as np
 from ..atomic_io import write_text
 from ..corpus.document_sources import allowed_sources, read_sources
 from ..indexed import IndexedTokens
+from .filters import excluded
 
 
 def data_card_path(prefix: str | Path) -> Path:
@@ -21,10 +22,11 @@ def data_card_path(prefix: str | Path) -> Path:
 def write_data_cards(manifests: Mapping[Path, Mapping[str, Any]], licences: Mapping[str, str]) -> list[Path]:
     """Write ``{prefix}.md`` for the manifest of each prefix, and return the paths.
 
-    licences: licence per source name. Raises ValueError for a name that no document has.
+    licences: licence per source name. Raises ValueError for a name that no document has; excluded sources may be named.
     """
     known = {name for manifest in manifests.values() for name in manifest["sources"]}
-    if unknown := sorted(licences.keys() - known):
+    removed = {reason for manifest in manifests.values() for reason in manifest["skipped"]}
+    if unknown := sorted(name for name in licences.keys() - known if excluded(name) not in removed):
         documents = sum(manifest["documents"] for manifest in manifests.values())
         raise ValueError(
             f"the licences name the source {', '.join(map(repr, unknown))}, which 0 of {documents:,} documents have;"

@@ -253,6 +253,11 @@ def test_card_and_counts_of_the_command(tmp_path, inline, capsys):
     assert main(words) == 2
     message = "the source 'c', which 0 of 4 documents have; allowed are 'a', 'b'. Correct the licences and give the same command"
     assert message in capsys.readouterr().err
+    # An excluded source may keep its licence in the file.
+    (tmp_path / "licences.yml").write_text("a: MIT\nb: CC0\n")
+    assert main([*words, "--overwrite", "--exclude-sources", "b"]) == 0
+    assert "| a | MIT | 2 |" in (card := (tmp_path / "out_text_document.md").read_text())
+    assert "CC0" not in card
     (tmp_path / "licences.yml").write_text("[a, b]\n")
     assert main(words) == 2
     assert "one line per source, SOURCE: LICENCE, is allowed" in capsys.readouterr().err
