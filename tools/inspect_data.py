@@ -54,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from data.images.verification import verify_images
 
         return _print_findings(verify_images(find_images(str(options.prefix), "--images")))
+    for flag, value in (("--overlap", options.overlap), ("--ngram-words", options.ngram_words)):
+        if value is not None and not options.trained_on:
+            raise ValueError(
+                f"{flag} {value} has no effect without --trained-on: add --trained-on PREFIX, or leave {flag} out"
+            )
     if options.trained_on:
         return _print_shared(options)
     tokens = IndexedTokens(options.prefix)
@@ -97,14 +102,15 @@ def _print_findings(findings: Findings) -> int:
 
 def _print_shared(options: argparse.Namespace) -> int:
     """Print the documents that the training text holds. Returns 1 if there are any."""
-    shared = shared_documents(options.prefix, options.trained_on, words=options.ngram_words, share=options.overlap)
+    words, share = options.ngram_words or WORDS, options.overlap or SHARE
+    shared = shared_documents(options.prefix, options.trained_on, words=words, share=share)
     for document in shared:
         print(document)
     tokens = IndexedTokens(options.prefix)
     equal = sum(document.equal for document in shared)
     print(
         f"documents in the training text: {len(shared):,} of {len(tokens):,}, {equal:,} equal and"
-        f" {len(shared) - equal:,} with at least {options.overlap:.0%} of their {options.ngram_words}-word n-grams"
+        f" {len(shared) - equal:,} with at least {share:.0%} of their {words}-word n-grams"
     )
     return FAILED if shared else 0
 
@@ -276,11 +282,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="P",
         help="list the documents that are also in these training token files (prefixes P); exit status 1 if there are any",
     )
-    add("--ngram-words", type=positive, default=WORDS, metavar="N", help=f"words per n-gram of --trained-on ({WORDS})")
+    add("--ngram-words", type=positive, metavar="N", help=f"words per n-gram of --trained-on ({WORDS})")
     add(
         "--overlap",
         type=above_zero_to_one,
-        default=SHARE,
         metavar="SHARE",
         help=f"share of a document's n-grams from which --trained-on names it ({SHARE})",
     )

@@ -85,13 +85,13 @@ def shared_documents(
 
 def document_texts(prefix: str | Path) -> Iterator[str]:
     """Yield the text of each sequence of a token file, without the end-of-document token. Raises as `shared_documents`."""
+    file = IndexedTokens(prefix)
     tokenizer = manifest_tokenizer(prefix)
     if tokenizer is None:
         raise ValueError(
             f"{prefix}.json does not exist, so the tokenizer of {prefix} is unknown: write the token files with "
             "python -m tools.preprocess_data"
         )
-    file = IndexedTokens(prefix)
     for number in ProgressBar(range(len(file)), desc=Path(prefix).name, unit="document"):
         ids = file[number]
         yield tokenizer.decode(ids[ids != tokenizer.end_of_document_id].tolist())

@@ -60,3 +60,7 @@ def test_disjoint_sets_pass_and_unknown_tokenizers_are_refused(prefixes, tmp_pat
         writer.add_document([1, 2])
     assert main([str(tmp_path / "plain"), "--trained-on", prefixes[0]]) == 2
     assert "plain.json does not exist, so the tokenizer of" in capsys.readouterr().err
+    assert main([prefixes[1], "--trained-on", str(tmp_path / "trian_text_document")]) == 2
+    assert "trian_text_document.idx does not exist. Beside it: " in capsys.readouterr().err
+    assert main([prefixes[1], "--overlap", "0.4"]) == 2
+    assert "--overlap 0.4 has no effect without --trained-on: add --trained-on PREFIX" in capsys.readouterr().err
