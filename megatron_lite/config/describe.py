@@ -94,7 +94,11 @@ def allowed_values(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         least = max((getattr(part, "min_length", None) or 0 for part in constraints), default=0)
         return f"list of{f' {least} or more' if least else ''}: {allowed_values(arguments[0])}"
     if origin is dict:
-        return "mapping" if arguments[1] is Any else f"mapping to: {allowed_values(arguments[1])}"
+        least = max((getattr(part, "min_length", None) or 0 for part in constraints), default=0)
+        kind = f"mapping of {least} or more" if least else "mapping"
+        return kind if arguments[1] is Any else f"{kind} to: {allowed_values(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"section of {', '.join(annotation.model_fields)}"
     word = _WORDS.get(annotation, "mapping" if annotation is dict else getattr(annotation, "__name__", str(annotation)))
     bounds = [
         f"{sign} {value:g}" if isinstance(value, float) else f"{sign} {value}"

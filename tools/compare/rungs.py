@@ -10,6 +10,7 @@ from megatron_lite.config.schema import Config
 from models.config import ModelConfig
 
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # as run.seed
 
 
 class Tuning(BaseModel):
@@ -53,7 +54,7 @@ class Ladder(BaseModel):
 
     parameters: dict[str, PositiveNumber] = Field(min_length=1)
     tokens_per_parameter: dict[str, Annotated[tuple[PositiveNumber, ...], Field(min_length=1)]]
-    seeds: dict[str, Annotated[tuple[int, ...], Field(min_length=1)]] = {}
+    seeds: dict[str, Annotated[tuple[Seed, ...], Field(min_length=1)]] = {}
     tolerance: float = Field(default=0.01, gt=0, lt=1)
     multiple: int = Field(default=8, ge=1)
     max_passes: float = Field(default=4, gt=0)

@@ -20,7 +20,7 @@ from models.config import ModelConfig
 from models.language_model import count_parameters
 from tools.cli.yaml_file import read_as
 from tools.compare.match_parameters import embedding_parameters, equal_width
-from tools.compare.rungs import Ladder, steps_of_rung
+from tools.compare.rungs import Ladder, Seed, steps_of_rung
 from tools.loading.vocab_size import vocabulary_override
 
 Tree = dict[str, Any]
@@ -66,7 +66,7 @@ class Comparison(_Section):
     data: str | None = None
     config: Tree = {}
     sizes: dict[Annotated[str, Field(pattern=f"^$|{NAME}")], Tree] = {"": {}}
-    seeds: tuple[int, ...] = Field(min_length=1)
+    seeds: tuple[Seed, ...] = Field(min_length=1)
     models: dict[Annotated[str, Field(pattern=NAME)], ComparedModel] = Field(min_length=1)
     equal_parameters: EqualParameters | None = None
     ladder: Ladder | None = None

@@ -236,6 +236,12 @@ def test_ladders_that_contradict_the_file_are_refused(tmp_path: Path, capsys) ->
         ({"ladder": {**LADDER, "parameters": {"s": 1, "m": 0}}}, "ladder.parameters.m = 0"),
         ({"ladder": {**LADDER, "seeds": {"s": []}}}, "ladder.seeds.s"),
         (
+            {"ladder": {**LADDER, "seeds": {"s": [-1]}}},
+            "ladder.seeds.s = [-1]: list of 1 or more: whole number >= 0 and < 4294967296 is allowed",
+        ),
+        ({"seeds": [-1]}, "seeds = [-1]: list of 1 or more: whole number >= 0 and"),
+        ({"models": {}}, "models = {}: mapping of 1 or more to: section of label, files, config is allowed"),
+        (
             {"ladder": {**LADDER, "tokens_per_parameter": {"s": [1, float("inf")], "m": [1]}}},
             "ladder.tokens_per_parameter.s = [1, Infinity]: list of 1 or more: number > 0 is allowed",
         ),
