@@ -220,7 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--shingle-words", type=positive, metavar="N", help="words per n-gram of --near-duplicates (5)")
     add(
-        "--quality", action="store_true", help="skip documents that break Gopher's rules for English prose (arXiv 2112.11446)"
+        "--quality",
+        action="store_true",
+        help="skip documents that break Gopher's rules for English prose (arXiv 2112.11446)",
     )
     add(
         "--languages",

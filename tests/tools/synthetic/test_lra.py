@@ -61,7 +61,9 @@ def test_every_task_has_the_papers_settings():
 
 def test_recipes_are_those_of_one_model():
     tasks = ",".join(TASKS)
-    models = "metala,metala_hippo,lion_s_hippo,lion_s_unscaled,lion_grfa,lion_complex,lion_d_hippo,lion_s,lion_d,lion_lit"
+    models = (
+        "metala,metala_hippo,lion_s_hippo,lion_s_unscaled,lion_grfa,lion_complex,lion_d_hippo,lion_s,lion_d,lion_lit"
+    )
     runs = plan(load_experiment("lra", [f"tasks=[{tasks}]", f"models=[{models}]"]), "bf16")
     assert len(runs) == 60
     settings = {

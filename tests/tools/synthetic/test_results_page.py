@@ -157,7 +157,12 @@ def test_other_runs_of_long_range_arena() -> None:
     assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
     for name, run in (("S5", s5), ("LION, complex decays", with_angles)):
         curve = ", ".join(f"{100 * value:.1f}" for value in run["history"][1::2])
-        row = [f"{run['epochs']} ({run['epochs']})", f"{run['seconds'] / 60:.1f}", f"{100 * run['accuracy']:.1f}", curve]
+        row = [
+            f"{run['epochs']} ({run['epochs']})",
+            f"{run['seconds'] / 60:.1f}",
+            f"{100 * run['accuracy']:.1f}",
+            curve,
+        ]
         assert f"| {name}, positions, BatchNorm | {' | '.join(row)} |" in PAGE
     assert f"after {path_x['steps']:,} steps: {100 * path_x['accuracy']:.1f} % of the test images" in PAGE
 
