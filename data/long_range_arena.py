@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .corpus.discovery import check_hub
+from .progress import hidden_dataset_bars
 from .synthetic.examples import Examples
 
 # Ids of bytes and pixels are their values. PAD fills short texts.
@@ -119,7 +120,8 @@ def _rows(directory: Path | None, task: str, name: str, split: str, columns: Seq
         advice = f"Save its train.parquet and test.parquet in a folder and set settings.{task}.data.directory=FOLDER"
         check_hub(name, name, advice)
         try:
-            rows = datasets.load_dataset(name, split=split)
+            with hidden_dataset_bars():
+                rows = datasets.load_dataset(name, split=split)
         except Exception as error:  # errors of datasets, of the network and of file formats
             raise ValueError(f"{name}: the library datasets cannot open it: {error}. {advice}") from error
     else:
@@ -131,7 +133,8 @@ def _rows(directory: Path | None, task: str, name: str, split: str, columns: Seq
             )
         kind = "parquet" if files[0].suffix == ".parquet" else "json"
         try:
-            rows = datasets.load_dataset(kind, data_files=[glob.escape(str(file)) for file in files], split="train")
+            with hidden_dataset_bars():
+                rows = datasets.load_dataset(kind, data_files=[glob.escape(str(file)) for file in files], split="train")
         except datasets.exceptions.DatasetGenerationError as error:
             raise ValueError(f"{files[0]}: not readable as {kind} ({error.__cause__}); write it again") from None
     if missing := [column for column in columns if column not in rows.column_names]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -54,3 +56,17 @@ class ProgressBar(tqdm):
             self._decr_instances(self)
         else:
             super().close()
+
+
+@contextlib.contextmanager
+def hidden_dataset_bars() -> Iterator[None]:
+    """Hide the progress bars of the library datasets."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from ..checksum import DamagedDataError
+from ..progress import hidden_dataset_bars
 
 IMAGE_KEYS = ("image", "img")
 
@@ -223,23 +224,21 @@ def _cached_table(files: ImageFiles, cache: Path) -> Any:
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
     try:
         if files.folder is None:
             if not files.row_ends[-1]:
                 raise ValueError(f"{files.parquet[0]} has no row")
-            paths = [glob.escape(str(file)) for file in files.parquet]
-            return datasets.load_dataset("parquet", data_files={"train": paths}, split="train", cache_dir=str(cache))
-        pattern = {"train": [f"{glob.escape(str(files.folder))}/*/*"]}
-        return datasets.load_dataset(
-            "imagefolder", data_files=pattern, split="train", cache_dir=str(cache), drop_labels=False
-        )
+            data_files = [glob.escape(str(file)) for file in files.parquet]
+            kind, options = "parquet", dict[str, Any]()
+        else:
+            data_files = [f"{glob.escape(str(files.folder))}/*/*"]
+            kind, options = "imagefolder", {"drop_labels": False}
+        with hidden_dataset_bars():
+            return datasets.load_dataset(
+                kind, data_files={"train": data_files}, split="train", cache_dir=str(cache), **options
+            )
     except (DatasetGenerationError, ValueError) as error:
         if isinstance(error, DamagedDataError):
             raise
         cause = error.__cause__ or error
         raise DamagedDataError(f"{files.key}: its images cannot be read ({cause}); write the files again") from error
-    finally:
-        if shown:
-            datasets.enable_progress_bars()

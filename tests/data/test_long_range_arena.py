@@ -34,6 +34,12 @@ def test_folder_name_is_no_pattern(tmp_path):
     assert reviews(folder, "train", 1).labels.tolist() == [[1]]
 
 
+def test_reading_shows_no_progress_bar(tmp_path, capsys):
+    write_reviews(tmp_path / "train.jsonl", [("a", 0)])
+    reviews(tmp_path, "train", 4)
+    assert capsys.readouterr().err == ""
+
+
 def test_reviews_are_bytes_cut_and_padded(tmp_path):
     write_reviews(tmp_path / "train.jsonl", [("né", 0), ("abcdefgh", 1)])
     tokens, labels = reviews(tmp_path, "train", 5)
