@@ -19,6 +19,8 @@ CLASSES = 10
 MIN, MAX, MED, SM, CLOSE, PAD = range(10, 16)
 # Expressions drawn together. Most are too short or too long and are dropped before their tokens are written.
 _TREES = 4_000
+# Elements that an expression may have on average, so that the memory of a draw has a bound.
+_MOST_ELEMENTS = 5_000
 # Draws without a single expression of the required length, after which such expressions count as too rare.
 _DRAWS = 100
 
@@ -44,10 +46,18 @@ def listops(
 
     Returns tokens [examples, length] int8 and labels [examples, 1] int32, 0 to 9.
 
-    Raises ValueError for impossible or very rare lengths, and for fewer than 2 arguments or levels.
+    Raises ValueError for impossible or very rare lengths, for fewer than 2 arguments or levels, and for `nested` that is no
+    probability or makes expressions too large to draw.
     """
     if arguments < 2 or depth < 2:
         raise ValueError(f"{arguments} arguments, depth {depth}: at least 2 each is required")
+    if not 0 <= nested <= 1:
+        raise ValueError(f"nested = {nested}: a probability from 0 to 1 is allowed")
+    if _average_elements(depth, arguments, nested) > _MOST_ELEMENTS:
+        raise ValueError(
+            f"nested = {nested:g}, arguments = {arguments}, depth = {depth}: expressions have more than {_MOST_ELEMENTS:,} "
+            "elements on average; lower one of them"
+        )
     longest = 1 + _most_tokens(depth, arguments)
     if not 4 <= shortest <= length or shortest > longest:
         raise ValueError(
@@ -164,6 +174,18 @@ def _write(levels: list[_Level], out: NDArray[np.int8]) -> None:
             lower = levels[number + 1]
             offset = np.cumsum(lower.size) - lower.size
             place = np.repeat(place[inner] + 1 - offset[level.first], level.count[inner]) + offset
+
+
+def _average_elements(depth: int, arguments: int, nested: float) -> float:
+    """Return the expected number of elements of an expression, or a part of it above `_MOST_ELEMENTS`."""
+    children = (2 + arguments) / 2
+    elements, level = 1.0, children
+    for _ in range(depth - 1):
+        elements += level
+        level *= nested * children
+        if elements > _MOST_ELEMENTS:
+            break
+    return elements
 
 
 def _most_tokens(depth: int, arguments: int) -> int:

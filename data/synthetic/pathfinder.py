@@ -65,8 +65,20 @@ class Pathfinder:
         return self.dash / (self.dash + self.gap)
 
     def __post_init__(self) -> None:
+        for key in ("dash", "thickness", "radius"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"{key} = {getattr(self, key)}: a number above 0 is allowed")
+        for key, least in (("gap", 0), ("distractors", 0), ("distractor_dashes", 1)):
+            if not getattr(self, key) >= least:
+                raise ValueError(f"{key} = {getattr(self, key)}: at least {least} is allowed")
+        if not 0 <= self.turn <= 180:
+            raise ValueError(f"turn = {self.turn}: 0 to 180 degrees are allowed")
         reach = self.dashes * (self.dash + self.gap)
         edge = self.radius + 1
+        if not 2 * edge < self.size:
+            raise ValueError(
+                f"size = {self.size}, radius = {self.radius}: markers need a size above 2 (radius + 1) = {2 * edge:g}"
+            )
         # A path that turns by `turn` at every dash is a circle around its centre: it needs about reach / pi pixels.
         if (
             self.dashes < 2

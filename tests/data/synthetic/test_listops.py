@@ -140,3 +140,19 @@ def test_lengths_that_no_drawn_expression_has_are_refused(rare: dict) -> None:
     """Raise instead of drawing without end."""
     with pytest.raises(ValueError, match=r"lengths 500 to 2000: none of 400,000 expressions with 10 arguments, depth "):
         listops(1, **rare)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"nested": 2.0}, "nested = 2.0: a probability from 0 to 1 is allowed"),
+        (
+            {"nested": 1.0},
+            r"nested = 1, arguments = 10, depth = 10: expressions have more than 5,000 elements on average",
+        ),
+        ({"depth": 10**9, "nested": 0.5}, "nested = 0.5, .* on average; lower one of them"),
+    ],
+)
+def test_expressions_that_do_not_fit_into_memory_are_refused(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        listops(1, **wrong)

@@ -91,6 +91,11 @@ def test_seed_decides_the_images_also_with_processes(monkeypatch):
         ({"dashes": 40}, r"size 32 cannot hold two paths of 40 dashes \(140 pixels long\).*at most 24"),
         ({"start_distance": 3.0}, r"a start_distance between margin and size \(now 3\)"),
         ({"margin": 1.0}, r"a margin above gap \+ thickness = 2.4"),
+        ({"radius": 20.0}, r"size = 32, radius = 20.0: markers need a size above 2 \(radius \+ 1\) = 42"),
+        ({"dash": 0.0, "gap": 0.0}, "dash = 0.0: a number above 0 is allowed"),
+        ({"distractors": -1}, "distractors = -1: at least 0 is allowed"),
+        ({"distractor_dashes": 0}, "distractor_dashes = 0: at least 1 is allowed"),
+        ({"turn": -10.0}, "turn = -10.0: 0 to 180 degrees are allowed"),
         ({"dashes": 24, "turn": 1.0}, r"0 of \d+ images hold both long paths; use fewer dashes"),
     ],
 )
