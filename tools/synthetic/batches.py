@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,8 +13,8 @@ from data.synthetic import mad
 from data.synthetic.examples import UNLABELLED, Examples
 from data.synthetic.mqar import mqar
 
-from .classification import make_examples
-from .experiment import Run
+from .classification import has_files, make_examples
+from .experiment import Run, whole_number
 
 Batch = tuple[Tensor, Tensor | None, Tensor]
 
@@ -34,15 +33,18 @@ def prepare(run: Run, device: torch.device) -> tuple[DeviceExamples, ...]:
 
 
 def check_data(run: Run) -> None:
-    """Generate one example per set. Raises ValueError for an invalid number of examples or generator argument."""
+    """Generate one example per set, or read all examples of a data set.
+
+    Raises ValueError for an invalid number of examples or generator argument.
+    """
     section = f"settings.{run.task}.data" if run.suite == "lra" else "data"
     counts = ["train_examples", "test_examples", *(["validation_examples"] if run.classifies else [])]
     for key in [*counts, "vocabulary"]:
-        value = run.data.get(key)
-        if not isinstance(value, int | float) or value < 1 or not float(value).is_integer():
-            raise ValueError(f"{section}.{key} = {json.dumps(value)}: whole number >= 1 is allowed")
+        whole_number(f"{section}.{key}", run.data.get(key))
+    # All examples of a data set: their number is limited, and reading takes most of the time.
+    fewest = {} if run.classifies and has_files(run.task) else dict.fromkeys(counts, 1)
     try:
-        generate(replace(run, data={**run.data, **dict.fromkeys(counts, 1)}))
+        generate(replace(run, data={**run.data, **fewest}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"tasks: {run.task}: {error}; `{section}` holds the arguments of the task") from None
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
 from data import long_range_arena
 from data.synthetic import listops, pathfinder
 from data.synthetic.examples import Examples
-from models.options import nearest_names
+from models.options import describe_type, fits_type, nearest_names
 
 Sets = tuple[Examples, ...]
 
@@ -25,6 +26,7 @@ class Task:
         classes: number of classes.
         vocabulary: number of token ids; the largest one is padding, which images do not have.
         make: returns training, validation and test examples from counts, length, seed and the other keys of `data`.
+        arguments: types of the other keys of `data`.
         pairs: each row holds two texts side by side, which are encoded apart.
         images: the tokens are grey pixels.
     """
@@ -32,6 +34,7 @@ class Task:
     classes: int
     vocabulary: int
     make: Callable[..., Sets]
+    arguments: Mapping[str, Any]
     pairs: bool = False
     images: bool = False
 
@@ -42,15 +45,25 @@ def make_examples(name: str, length: int, seed: int, data: Mapping[str, Any]) ->
     data: arguments of the task, the vocabulary and the numbers of examples.
 
     Raises:
-        ValueError: another vocabulary than the task's, or more examples than a data set has.
-        TypeError: an argument that the task does not have.
+        ValueError: another vocabulary than the task's, an argument that the task does not have or of another type, or more
+            examples than a data set has.
         OSError: data that the task's reader cannot find.
     """
     task, options = TASKS[name], {key: value for key, value in data.items() if not key.endswith("_examples")}
     if (vocabulary := options.pop("vocabulary")) != task.vocabulary:
         raise ValueError(f"vocabulary = {vocabulary}: this task needs {task.vocabulary}, its number of token ids")
+    for key, value in options.items():
+        if key not in task.arguments:
+            raise ValueError(f"{key} is an unknown key; {nearest_names(key, task.arguments)}")
+        if not fits_type(value, kind := task.arguments[key]):
+            raise ValueError(f"{key} = {json.dumps(value)}: allowed are {describe_type(kind)}")
     counts = [int(data[f"{part}_examples"]) for part in ("train", "validation", "test")]
     return task.make(counts, length, seed, **options)
+
+
+def has_files(name: str) -> bool:
+    """Return whether a task reads a data set, whose number of examples is limited."""
+    return "directory" in TASKS[name].arguments
 
 
 def check_task(name: str) -> None:
@@ -106,12 +119,15 @@ def _draw(examples: Examples, count: int, seed: list[int], first: int) -> Exampl
 
 
 _BYTES = long_range_arena.PAD + 1
+_FILES = {"directory": str | None}
+_EXPRESSIONS = {"shortest": int, "depth": int, "arguments": int, "nested": float}
+_GEOMETRY = get_type_hints(pathfinder.Pathfinder)
 
 TASKS: dict[str, Task] = {
-    "listops": Task(listops.CLASSES, len(listops.TOKENS), _listops),
-    "text": Task(2, _BYTES, _text),
-    "retrieval": Task(2, _BYTES, _retrieval, pairs=True),
-    "image": Task(10, _BYTES, _image, images=True),
-    "pathfinder": Task(pathfinder.CLASSES, _BYTES, _paths, images=True),
-    "path_x": Task(pathfinder.CLASSES, _BYTES, _paths, images=True),
+    "listops": Task(listops.CLASSES, len(listops.TOKENS), _listops, _EXPRESSIONS),
+    "text": Task(2, _BYTES, _text, _FILES),
+    "retrieval": Task(2, _BYTES, _retrieval, _FILES, pairs=True),
+    "image": Task(10, _BYTES, _image, _FILES, images=True),
+    "pathfinder": Task(pathfinder.CLASSES, _BYTES, _paths, _GEOMETRY, images=True),
+    "path_x": Task(pathfinder.CLASSES, _BYTES, _paths, _GEOMETRY, images=True),
 }

@@ -82,8 +82,10 @@ def synthetic_command(words: Sequence[str]) -> int:
     if options.check:
         return _check(experiment, grouped, devices)
     # Report data that cannot be generated and models that cannot be built before training begins.
-    for run in {repr(data_key(sweep[0])): sweep[0] for sweep in grouped}.values():
-        check_data(run)
+    # A report needs no data: it may be made on another machine.
+    if not options.report:
+        for run in {repr(data_key(sweep[0])): sweep[0] for sweep in grouped}.values():
+            check_data(run)
     for sweep in grouped:
         model_config(sweep[0])
     if options.dry_run:

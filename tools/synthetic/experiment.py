@@ -344,7 +344,7 @@ def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict
         data = dict(experiment.data)
         if "length" not in data:
             raise ValueError(f"settings.{name}.data.length is missing: set it to the tokens per example")
-        return [(name, int(data.pop("length")), data)]
+        return [(name, whole_number(f"settings.{name}.data.length", data.pop("length")), data)]
     base, _, setting = name.partition("/")
     if base not in experiment.mad:
         raise ValueError(f"tasks: {name!r} is unknown; {nearest_names(name, experiment.mad)}")
@@ -360,8 +360,15 @@ def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict
     settings = []
     for full, values in named.items():
         data = {**experiment.data, **values}
-        settings.append((full, int(data.pop("length")), data))
+        settings.append((full, whole_number(f"mad.{base}: length", data.pop("length", None)), data))
     return settings
+
+
+def whole_number(key: str, value: Any) -> int:
+    """Return a number of a section `data`. Raises ValueError if it is no whole number >= 1."""
+    if not isinstance(value, int | float) or value < 1 or not float(value).is_integer():
+        raise ValueError(f"{key} = {json.dumps(value)}: whole number >= 1 is allowed")
+    return int(value)
 
 
 def _batch_size(experiment: Experiment, length: int) -> int:

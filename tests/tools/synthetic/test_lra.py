@@ -123,6 +123,29 @@ def test_validation_examples_are_not_in_the_training_set(tmp_path):
         generate(run)
 
 
+def test_more_examples_than_the_data_set_has_are_refused_before_training(tmp_path, capsys):
+    for split in ("train", "test"):
+        write_reviews(tmp_path / f"{split}.jsonl", [("a", 0), ("b", 1), ("c", 0)])
+    data = f"train_examples: 3, validation_examples: 1, test_examples: 3, vocabulary: 257, length: 9, directory: {tmp_path}"
+    words = ["--suite", "lra", "tasks=[text]", "models=[metala]", f"settings.text={{data: {{{data}}}}}"]
+    assert evaluation.main([*words, "devices=[cpu]", f"output={tmp_path / 'out'}"]) == 2
+    assert "text: 1 + 3 examples of one split are required, which has 3: lower" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_report_needs_no_data(tmp_path, capsys):
+    for split in ("train", "test"):
+        write_reviews(tmp_path / f"{split}.jsonl", [(text, i % 2) for i, text in enumerate("abcdef")])
+    data = f"train_examples: 3, validation_examples: 1, test_examples: 3, vocabulary: 257, length: 9, directory: {tmp_path}"
+    settings = f"{{widths: [16], epochs: 1, batch_size: 2, network: {{num_layers: 1, intermediate_size: 16}}, data: {{{data}}}}}"
+    words = ["--suite", "lra", "--no-progress", "tasks=[text]", "models=[metala]", f"settings.text={settings}"]
+    words += ["devices=[cpu]", f"output={tmp_path / 'out'}"]
+    assert evaluation.main(words) == 0
+    (tmp_path / "train.jsonl").unlink()
+    assert evaluation.main([*words, "--report"]) == 0
+    assert "| MetaLA |" in capsys.readouterr().out
+
+
 def test_class_of_a_pair_is_computed_from_both_texts():
     (run,) = plan(
         load_experiment(
@@ -207,7 +230,10 @@ def test_the_command_trains_and_writes_the_table(tmp_path, capsys):
         ("settings.pathfinder.data.vocabulary=2", "vocabulary = 2: this task needs 257"),
         ("settings.pathfinder.data.length=255", r"length = 255: size \* size = 256 is required"),
         ("settings.pathfinder.data.dashes=20", "cannot hold two paths of 20 dashes"),
-        ("settings.pathfinder.data.colour=1", "unexpected keyword argument 'colour'"),
+        ("settings.pathfinder.data.dashs=1", "dashs is an unknown key; did you mean dashes"),
+        ("settings.pathfinder.data.size=big", 'size = "big": allowed are whole numbers'),
+        ("settings.pathfinder.data.length=long", 'settings.pathfinder.data.length = "long": whole number >= 1 is'),
+        ("settings.pathfinder.data.length=0", "settings.pathfinder.data.length = 0: whole number >= 1 is"),
         ("settings.pathfindr.epochs=1", "settings.pathfindr belongs to no task; did you mean pathfinder"),
         ("more_lrs={models: [metalla]}", "more_lrs.models: 'metalla' is not in `definitions`; did you mean metala"),
     ],
