@@ -58,9 +58,11 @@ class ImageFiles:
     def classes(self, label_key: str, num_classes: int) -> tuple[str, ...]:
         """Return the name of every class, its number if a Parquet file does not name them. Reads no image.
 
-        Raises ValueError for another number of names than `num_classes`, the classes of the model.
+        Raises ValueError for a single class, and for another number of names than `num_classes`, the classes of the model.
         """
         names = self.class_names(label_key) or tuple(map(str, range(num_classes)))
+        if len(names) < 2:
+            raise ValueError(f"{self.key} has one class, {names[0]}: name images of at least two classes")
         if len(names) != num_classes:
             raise ValueError(
                 f"model.vocab_size = {num_classes}: {self.key} has {len(names)} classes; set {len(names)}, or leave it out"
@@ -197,7 +199,10 @@ class LabelledImages:
             self._table = self._table.cast_column(self._image_key, datasets.Image(decode=False))
         # `datasets` raises one of these three, depending on the type of the column.
         except (TypeError, ValueError, NotImplementedError) as error:
-            raise ValueError(f"{self.files.key}: the column {self._image_key} holds no images ({error})") from error
+            raise ValueError(
+                f"{self.files.key}: the column {self._image_key} holds no images ({error}); set "
+                "data.images.image_key to a column of images"
+            ) from error
 
     def _checked_labels(self, label_key: str, num_classes: int) -> NDArray[np.int64]:
         import pyarrow
@@ -215,7 +220,7 @@ class LabelledImages:
             label = column[row].as_py()  # `values` holds 3.0 for 3 beside a missing label
             raise ValueError(
                 f"{self._name_of(row)}: label {label} (rows with such labels: {len(wrong):,}); whole numbers from 0 to "
-                f"{num_classes - 1} are allowed"
+                f"{num_classes - 1} are allowed; correct the labels, or remove these rows"
             )
         return values.astype(np.int64)
 

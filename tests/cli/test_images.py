@@ -218,6 +218,23 @@ def test_number_of_classes_is_needed_for_images_that_do_not_name_them(arguments,
     assert json.loads((tmp_path / "run" / "classes.json").read_text()) == ["0", "1", "2"]
 
 
+def test_training_images_of_one_class_are_refused(arguments, tmp_path, capsys):
+    one_label = write_parquet(tmp_path / "one.parquet", [1, 1])
+    changes = {"data.images.train": one_label, "data.cache_directory": tmp_path / "cache"}
+    assert train.main(arguments(**changes)) == 2
+    assert (
+        "data.images.train: all of its 2 images have the label green; name images of at least"
+        in capsys.readouterr().err
+    )
+    write_folder(tmp_path / "folder", 2)
+    for name in CLASSES[1:]:
+        shutil.rmtree(tmp_path / "folder" / name)
+    for word in ([], ["--dry-run"]):
+        assert train.main([*arguments(**{"data.images.train": tmp_path / "folder"}), *word]) == 2
+        assert "data.images.train has one class, red: name images of at least two classes" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_image_that_does_not_decode_ends_the_run_with_file_and_row(arguments, tmp_path, capsys):
     good = encoded(picture(0, 0))
     path = write_parquet(tmp_path / "broken.parquet", [0, 1, 2, 0, 1, 2, 0], images=[*[good] * 5, b"no picture", good])

@@ -46,6 +46,11 @@ class ImageObjective:
         require_agreement({"data": file_facts(paths)}, grid)
         train = self._open("train")
         assert train is not None
+        if (train.labels == train.labels[0]).all():
+            raise ValueError(
+                f"data.images.train: all of its {len(train):,} images have the label {train.class_names[train.labels[0]]}; name "
+                "images of at least two classes"
+            )
         self._train, self._parts = train, {part: self._open(part) for part in ("validation", "test")}
         for part, images in self._parts.items():
             if images is not None and images.class_names != train.class_names:
