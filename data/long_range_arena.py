@@ -7,6 +7,7 @@ pairs of papers of the ACL Anthology Network, by bytes.
 from __future__ import annotations
 
 import glob
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .checksum import DamagedDataError
 from .corpus.discovery import check_hub
-from .progress import hidden_dataset_bars
+from .images.reading import decode
+from .progress import quiet_datasets
 from .synthetic.examples import Examples
 
 # Ids of bytes and pixels are their values. PAD fills short texts.
@@ -37,8 +40,10 @@ def reviews(directory: Path | None, split: str, length: int) -> Examples:
     rows = _rows(directory, "text", "stanfordnlp/imdb", split, ("text", "label"))
     place = f"{directory or 'stanfordnlp/imdb'}: {split}"
     texts = list(rows["text"])
-    if None in texts:
-        raise ValueError(f"{place}, row {texts.index(None)}: the text is missing; write this row again")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            problem = "the text is missing" if text is None else f"{json.dumps(text)[:50]} is no text"
+            raise ValueError(f"{place}, row {number}: {problem}; write this row again")
     return Examples(_bytes(texts, length), _labels(list(rows["label"]), 2, place))
 
 
@@ -59,14 +64,11 @@ def grey_images(directory: Path | None, split: str) -> Examples:
     rows = rows.cast_column("img", datasets.Image(decode=False))
     place = f"{directory or 'uoft-cs/cifar10'}: {split}"
     tokens = np.empty((len(rows), 1024), np.uint8)
-    decode = datasets.Image().decode_example
     for number, row in enumerate(rows):
         try:
-            pixels = np.asarray(decode(row["img"]).convert("L"))
-        except (OSError, SyntaxError, ValueError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{place}, row {number}: the image does not decode ({error}); write this row again"
-            ) from None
+            pixels = np.asarray(decode(row["img"] or {}).convert("L"))
+        except DamagedDataError as error:
+            raise ValueError(f"{place}, row {number}: {error}; write this row again") from None
         if pixels.shape != (32, 32):
             raise ValueError(
                 f"{place}, row {number}: an image of {pixels.shape} pixels; images of 32 x 32 are required"
@@ -120,7 +122,7 @@ def _rows(directory: Path | None, task: str, name: str, split: str, columns: Seq
         advice = f"Save its train.parquet and test.parquet in a folder and set settings.{task}.data.directory=FOLDER"
         check_hub(name, name, advice)
         try:
-            with hidden_dataset_bars():
+            with quiet_datasets():
                 rows = datasets.load_dataset(name, split=split)
         except Exception as error:  # errors of datasets, of the network and of file formats
             raise ValueError(f"{name}: the library datasets cannot open it: {error}. {advice}") from error
@@ -132,17 +134,33 @@ def _rows(directory: Path | None, task: str, name: str, split: str, columns: Seq
                 f"or set settings.{task}.data.directory=null to read it from the hub"
             )
         kind = "parquet" if files[0].suffix == ".parquet" else "json"
+        for file in files if kind == "parquet" else ():
+            _check_parquet(file)
         try:
-            with hidden_dataset_bars():
+            with quiet_datasets():
                 rows = datasets.load_dataset(kind, data_files=[glob.escape(str(file)) for file in files], split="train")
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise ValueError(f"{files[0]}: not readable as {kind} ({error.__cause__}); write it again") from None
+        except (datasets.exceptions.DatasetGenerationError, StopIteration, ValueError) as error:
+            # The library raises StopIteration for an empty file.
+            reason = error.__cause__ or str(error) or "it has no row"
+            raise ValueError(f"{files[0]}: not readable as {kind} ({reason}); write it again") from None
     if missing := [column for column in columns if column not in rows.column_names]:
         raise ValueError(
             f"{directory or name}: {split} has no column {missing[0]!r}, only {', '.join(rows.column_names)}; the columns of "
             f"{name} are required"
         )
     return rows
+
+
+def _check_parquet(path: Path) -> None:
+    """Raise ValueError for a file that is no Parquet file or has no row; the library datasets does not name it."""
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_metadata(path).num_rows
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: not readable as parquet ({error}); write it again") from None
+    if not rows:
+        raise ValueError(f"{path} has no row; write it again")
 
 
 def _bytes(texts: Sequence[str], length: int) -> NDArray[np.int16]:
@@ -156,5 +174,7 @@ def _bytes(texts: Sequence[str], length: int) -> NDArray[np.int16]:
 def _labels(labels: Sequence[Any], classes: int, place: str) -> NDArray[np.int32]:
     for number, label in enumerate(labels):
         if label not in range(classes):  # None too, for a missing label
-            raise ValueError(f"{place}, row {number}: label {label}; 0 to {classes - 1} are allowed")
+            raise ValueError(
+                f"{place}, row {number}: label {label!r}; whole numbers from 0 to {classes - 1} are allowed"
+            )
     return np.array(labels, np.int32)[:, None]

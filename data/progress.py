@@ -59,14 +59,16 @@ class ProgressBar(tqdm):
 
 
 @contextlib.contextmanager
-def hidden_dataset_bars() -> Iterator[None]:
-    """Hide the progress bars of the library datasets."""
+def quiet_datasets() -> Iterator[None]:
+    """Hide the progress bars of the library datasets, and its log lines, which repeat its exceptions."""
     import datasets
 
-    shown = datasets.is_progress_bar_enabled()
+    shown, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         yield
     finally:
+        datasets.logging.set_verbosity(level)
         if shown:
             datasets.enable_progress_bars()

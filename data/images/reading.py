@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from ..checksum import DamagedDataError
-from ..progress import hidden_dataset_bars
+from ..progress import quiet_datasets
 
 IMAGE_KEYS = ("image", "img")
 
@@ -238,7 +238,7 @@ def _cached_table(files: ImageFiles, cache: Path) -> Any:
         else:
             data_files = [f"{glob.escape(str(files.folder))}/*/*"]
             kind, options = "imagefolder", {"drop_labels": False}
-        with hidden_dataset_bars():
+        with quiet_datasets():
             return datasets.load_dataset(
                 kind, data_files={"train": data_files}, split="train", cache_dir=str(cache), **options
             )

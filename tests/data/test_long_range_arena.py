@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 
 import numpy as np
 import pyarrow as pa
@@ -66,7 +67,8 @@ def test_pairs_hold_two_texts_side_by_side_without_empty_lines(tmp_path):
     assert labels.tolist() == [[1], [0]]
 
 
-def test_wrong_data_names_file_and_row(tmp_path):
+def test_wrong_data_names_file_and_row(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)
     with pytest.raises(FileNotFoundError, match=r"no file train.parquet or train.jsonl.*stanfordnlp/imdb"):
         reviews(tmp_path, "train", 4)
     with pytest.raises(
@@ -77,27 +79,50 @@ def test_wrong_data_names_file_and_row(tmp_path):
     with pytest.raises(ValueError, match="line 1 has 4 columns and label '1'"):
         document_pairs(tmp_path, "test", 4)
     write_reviews(tmp_path / "test.jsonl", [("a", 0), ("b", 2)])
-    with pytest.raises(ValueError, match="test, row 1: label 2; 0 to 1 are allowed"):
+    with pytest.raises(ValueError, match="test, row 1: label 2; whole numbers from 0 to 1 are allowed"):
         reviews(tmp_path, "test", 4)
     write_reviews(tmp_path / "test.jsonl", [("a", 0), ("b", None)])
-    with pytest.raises(ValueError, match="test, row 1: label None; 0 to 1 are allowed"):
+    with pytest.raises(ValueError, match="test, row 1: label None; whole numbers from 0 to 1 are allowed"):
         reviews(tmp_path, "test", 4)
     write_reviews(tmp_path / "test.jsonl", [(None, 0), ("b", 0)])
     with pytest.raises(ValueError, match="test, row 0: the text is missing"):
+        reviews(tmp_path, "test", 4)
+    write_reviews(tmp_path / "test.jsonl", [(["a"], 0)])
+    with pytest.raises(ValueError, match=r'test, row 0: \["a"\] is no text; write this row again'):
+        reviews(tmp_path, "test", 4)
+    (tmp_path / "test.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"test.jsonl: not readable as json \(it has no row\); write it again"):
         reviews(tmp_path, "test", 4)
     write_images(tmp_path / "train.parquet", np.zeros((1, 28, 28, 3), np.uint8), [0])
     (tmp_path / "test.jsonl").write_text("no JSON\n")
     with pytest.raises(ValueError, match=r"test.jsonl: not readable as json"):
         reviews(tmp_path, "test", 4)
+    assert not caplog.records, "one message per problem"
     (tmp_path / "test.jsonl").unlink()
     pq.write_table(pa.table({"img": [{"bytes": b"no image", "path": None}], "label": [0]}), tmp_path / "test.parquet")
-    with pytest.raises(ValueError, match="row 0: the image does not decode"):
+    with pytest.raises(ValueError, match=r"row 0: the image does not decode \(unknown format\); write this row again"):
         grey_images(tmp_path, "test")
     with pytest.raises(ValueError, match=r"row 0: an image of \(28, 28\) pixels; images of 32 x 32"):
         grey_images(tmp_path, "train")
     pq.write_table(pa.table({"img": [{"bytes": None, "path": None}], "label": [0]}), tmp_path / "test.parquet")
     with pytest.raises(ValueError, match="row 0: the image does not decode"):
         grey_images(tmp_path, "test")
+
+
+@pytest.mark.parametrize(
+    ("length", "message"), [(-20, r"not readable as parquet \(.*footer"), (None, "has no row; write")]
+)
+def test_parquet_file_that_is_cut_off_or_empty_is_named_once(tmp_path, caplog, length, message, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)
+    path = tmp_path / "train.parquet"
+    write_images(path, np.zeros((1, 32, 32, 3), np.uint8), [0])
+    if length is None:
+        pq.write_table(pq.read_table(path).slice(0, 0), path)
+    else:
+        path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ValueError, match=rf"{path}:? {message}"):
+        grey_images(tmp_path, "train")
+    assert not caplog.records, "the library datasets writes its own line"
 
 
 def test_hub_that_cannot_be_reached_is_named_with_the_folder_to_set(monkeypatch):

@@ -45,8 +45,8 @@ def make_examples(name: str, length: int, seed: int, data: Mapping[str, Any]) ->
     data: arguments of the task, the vocabulary and the numbers of examples.
 
     Raises:
-        ValueError: another vocabulary than the task's, an argument that the task does not have or of another type, or more
-            examples than a data set has.
+        ValueError: another vocabulary than the task's, an argument that the task does not have or of another type, more
+            examples than a data set has, or training examples of one class.
         OSError: data that the task's reader cannot find.
     """
     task, options = TASKS[name], {key: value for key, value in data.items() if not key.endswith("_examples")}
@@ -58,7 +58,12 @@ def make_examples(name: str, length: int, seed: int, data: Mapping[str, Any]) ->
         if not fits_type(value, kind := task.arguments[key]):
             raise ValueError(f"{key} = {json.dumps(value)}: allowed are {describe_type(kind)}")
     counts = [int(data[f"{part}_examples"]) for part in ("train", "validation", "test")]
-    return task.make(counts, length, seed, **options)
+    sets = task.make(counts, length, seed, **options)
+    if has_files(name) and (sets[0].labels == sets[0].labels[0]).all():
+        raise ValueError(
+            f"all {counts[0]:,} training examples have the label {sets[0].labels[0, 0]}; examples of two classes are required"
+        )
+    return sets
 
 
 def has_files(name: str) -> bool:

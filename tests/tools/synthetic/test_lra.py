@@ -133,6 +133,15 @@ def test_more_examples_than_the_data_set_has_are_refused_before_training(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_training_examples_of_one_class_are_refused(tmp_path, capsys):
+    for split in ("train", "test"):
+        write_reviews(tmp_path / f"{split}.jsonl", [(text, 1) for text in "abcd"])
+    data = f"train_examples: 3, validation_examples: 1, test_examples: 3, vocabulary: 257, length: 9, directory: {tmp_path}"
+    words = ["--suite", "lra", "tasks=[text]", "models=[metala]", f"settings.text={{data: {{{data}}}}}"]
+    assert evaluation.main([*words, "--dry-run"]) == 2
+    assert "text: all 3 training examples have the label 1; examples of two classes" in capsys.readouterr().err
+
+
 def test_report_needs_no_data(tmp_path, capsys):
     for split in ("train", "test"):
         write_reviews(tmp_path / f"{split}.jsonl", [(text, i % 2) for i, text in enumerate("abcdef")])
