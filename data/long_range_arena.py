@@ -99,17 +99,21 @@ def document_pairs(directory: Path | None, split: str, length: int) -> Examples:
     texts: list[tuple[str, str]] = []
     labels = []
     csv.field_size_limit(1 << 30)
-    with open(path, encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.reader(file, delimiter="\t"), start=1):
-            if not row:  # an empty line
-                continue
-            if len(row) != 5 or row[0] not in ("0", "1", "0.0", "1.0"):
-                raise ValueError(
-                    f"{path}: line {number} has {len(row)} columns and label {row[0]!r}; label (0 or 1), two ids and two texts "
-                    f"are required: unpack {RELEASE} again"
-                )
-            labels.append(float(row[0]))
-            texts.append((row[3], row[4]))
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = list(csv.reader(file, delimiter="\t"))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: not readable as text with tabs ({error}): unpack {RELEASE} again") from None
+    for number, row in enumerate(rows, start=1):
+        if not row:  # an empty line
+            continue
+        if len(row) != 5 or row[0] not in ("0", "1", "0.0", "1.0"):
+            raise ValueError(
+                f"{path}: line {number} has {len(row)} columns and label {row[0]!r}; label (0 or 1), two ids and two texts "
+                f"are required: unpack {RELEASE} again"
+            )
+        labels.append(float(row[0]))
+        texts.append((row[3], row[4]))
     both = [_bytes([pair[side] for pair in texts], length) for side in (0, 1)]
     return Examples(np.concatenate(both, 1), np.array(labels, np.int32)[:, None])
 

@@ -78,6 +78,9 @@ def test_wrong_data_names_file_and_row(tmp_path, caplog, monkeypatch):
     (tmp_path / "new_aan_pairs.test.tsv").write_text("1\ta\tb\tc\n")
     with pytest.raises(ValueError, match="line 1 has 4 columns and label '1'"):
         document_pairs(tmp_path, "test", 4)
+    (tmp_path / "new_aan_pairs.test.tsv").write_bytes(b"1\ta\tb\t\xff\tc\n")
+    with pytest.raises(ValueError, match=r"new_aan_pairs.test.tsv: not readable as text .*utf-8.*unpack https"):
+        document_pairs(tmp_path, "test", 4)
     write_reviews(tmp_path / "test.jsonl", [("a", 0), ("b", 2)])
     with pytest.raises(ValueError, match="test, row 1: label 2; whole numbers from 0 to 1 are allowed"):
         reviews(tmp_path, "test", 4)
