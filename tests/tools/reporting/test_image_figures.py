@@ -11,7 +11,7 @@ import torch
 
 from tools.image_sizes import plot
 from tools.reporting import style
-from tools.reporting.image_figures import draw_confusions
+from tools.reporting.image_figures import draw_confusions, draw_predictions
 
 
 def test_accuracy_by_image_size_has_ticks_at_the_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +42,14 @@ def test_confusions_are_shares_of_each_label(tmp_path: Path, monkeypatch: pytest
     }
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "label")
     assert axes.get_title("left").endswith("62.50% are correct")
+
+
+def test_long_class_names_are_shortened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
+    names = ["cat", "tench, Tinca tinca, Cyprinus tinca", "flat-coated retriever of no other name"]
+    draw_confusions(tmp_path / "confusions.png", torch.eye(3), names)
+    draw_predictions(tmp_path / "p.png", [np.zeros((4, 4, 3), np.uint8)] * 3, [0, 1, 1], torch.eye(3), names)
+    beside, above = (figure.axes[0] for figure in figures)
+    assert [text.get_text() for text in beside.get_yticklabels()] == ["cat", "tench", "flat-coated retriever of no…"]
+    assert [text.get_text() for text in above.texts] == ["cat 100%", "tench 100%", "flat-coated… 100%\nis tench"]
