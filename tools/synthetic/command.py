@@ -106,7 +106,8 @@ def synthetic_command(words: Sequence[str]) -> int:
         print(f"failed: {text}", file=sys.stderr)
     remaining = sum(len(results.pending(sweep)) for sweep in grouped)
     if remaining:
-        print(f"{counted(remaining, 'run')} to do: run the same command again to continue", file=sys.stderr)
+        advice = "solve the problem, then run the same command again" if failed else "run the same command again"
+        print(f"{counted(remaining, 'run')} to do: {advice} to continue", file=sys.stderr)
     return 1 if remaining else 0
 
 

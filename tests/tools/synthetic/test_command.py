@@ -186,7 +186,7 @@ def test_failed_run_exits_with_1(words: list[str], tmp_path: Path, capsys: pytes
     assert evaluation.main(["--suite", "mqar", *words]) == 1
     errors = capsys.readouterr().err
     assert f"failed: 8x2 metala d=32 lr 0.005: ValueError: {checkpoint} cannot be read" in errors
-    assert "1 run to do: " in errors
+    assert "1 run to do: solve the problem, then run the same command again to continue" in errors
     # The checkpoint of a finished run is removed.
     checkpoint.rename(tmp_path / "checkpoint.pt")
     assert evaluation.main(["--suite", "mqar", *words]) == 0
