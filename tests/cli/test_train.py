@@ -85,6 +85,8 @@ def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_p
     longer = [word for word in words if not word.startswith("schedule.train_steps=")] + ["schedule.train_steps=16"]
     assert f"  python train.py {shlex.join(longer)}   # train twice as long\n" in again
     assert f"  python train.py {shlex.join([*words, 'checkpoint.resume=never'])}   # train again" in again
+    other = [word for word in words if not word.startswith("run.directory=")] + [f"run.directory={folder}-2"]
+    assert f"  python train.py {shlex.join(other)}   # another run" in again, "the name does not change this folder"
     assert "  it was trained with evaluation.interval = 4, not 0; evaluation.batches = 2, not 8\n" in again
     monkeypatch.setattr("tools.planning.dry_run._time_layers", lambda *_: None)
     # Of the complete run, and of a longer one.
