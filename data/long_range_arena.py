@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from .checksum import DamagedDataError
 from .corpus.discovery import check_hub
 from .images.reading import decode
-from .progress import quiet_datasets
+from .library_datasets import quiet_datasets
 from .synthetic.examples import Examples
 
 # Ids of bytes and pixels are their values. PAD fills short texts.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -56,19 +54,3 @@ class ProgressBar(tqdm):
             self._decr_instances(self)
         else:
             super().close()
-
-
-@contextlib.contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Hide the progress bars of the library datasets, and its log lines, which repeat its exceptions."""
-    import datasets
-
-    shown, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if shown:
-            datasets.enable_progress_bars()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from ..checksum import DamagedDataError
-from ..progress import quiet_datasets
+from ..library_datasets import quiet_datasets
 
 IMAGE_KEYS = ("image", "img")
 
@@ -238,7 +238,7 @@ def _cached_table(files: ImageFiles, cache: Path) -> Any:
         else:
             data_files = [f"{glob.escape(str(files.folder))}/*/*"]
             kind, options = "imagefolder", {"drop_labels": False}
-        with quiet_datasets():
+        with quiet_datasets(cache):
             return datasets.load_dataset(
                 kind, data_files={"train": data_files}, split="train", cache_dir=str(cache), **options
             )

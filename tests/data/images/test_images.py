@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from datasets.exceptions import DatasetGenerationError
 from PIL import Image, ImageOps
 
 from data.checksum import DamagedDataError
@@ -259,6 +261,17 @@ def test_image_that_does_not_decode_is_named_with_file_and_row(tmp_path, content
     images.image(2)
     with pytest.raises(DamagedDataError, match=r"b\.parquet, row 1: the image does not decode"):
         images.image(3)
+
+
+def test_full_disk_of_the_cache_is_no_damage(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise DatasetGenerationError("An error occurred") from OSError(errno.ENOSPC, "No space left on device")
+
+    path = write_parquet(tmp_path / "a.parquet", [0, 1])
+    monkeypatch.setattr("datasets.load_dataset", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        opened(path)
+    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(tmp_path / "cache" / "images"))
 
 
 def test_broken_file_in_a_folder_is_named(tmp_path):
