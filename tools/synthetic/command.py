@@ -79,6 +79,8 @@ def synthetic_command(words: Sequence[str]) -> int:
         # The tables may be made on a machine without the GPUs that trained.
         precision = next(reversed(results.lines.values()))["precision"]
     grouped = sweeps(plan(experiment, precision))
+    if not (options.report or options.dry_run):
+        _check_devices(devices)
     if options.check:
         return _check(experiment, grouped, devices)
     # Report data that cannot be generated and models that cannot be built before training begins.
@@ -250,6 +252,16 @@ def _precision_and_devices(experiment: Experiment) -> tuple[str, list[str]]:
     workers = experiment.workers or (2 if cuda else 1)
     # List each device once before any device twice, so that the first sweeps use all devices.
     return precision, names * workers
+
+
+def _check_devices(names: list[str]) -> None:
+    from tools.cli.devices import device_of
+
+    for name in names:
+        try:
+            device_of(name)
+        except ValueError as error:
+            raise ValueError(f"devices: {error}") from None
 
 
 def _parser(suite: str) -> argparse.ArgumentParser:

@@ -81,9 +81,13 @@ def model_config(run: Run) -> ModelConfig:
         if not isinstance(head_dim, int) or head_dim < 1:
             raise refusal("head_dim", head_dim, "are whole numbers >= 1")
         keys["num_heads"] = max(1, run.width // head_dim)
-    if keys.get("positions") == "learned":
+    if "num_heads" not in keys:
+        raise ValueError(f"definitions.{run.model}.num_heads is missing: set it, or head_dim")
+    if (positions := keys.get("positions", "none")) == "learned":
         keys["max_positions"] = run.length
-    if run.classifies and keys.get("positions") == "sinusoidal":
+    elif positions != "none":
+        if positions != "sinusoidal" or not run.classifies:
+            raise refusal("positions", positions, "are none and learned, for a classifier also sinusoidal")
         del keys["positions"]
     try:
         return ModelConfig(vocab_size=int(run.data["vocabulary"]), hidden_size=run.width, **keys)

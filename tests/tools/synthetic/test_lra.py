@@ -244,12 +244,30 @@ def test_the_command_trains_and_writes_the_table(tmp_path, capsys):
         ("settings.pathfinder.data.length=long", 'settings.pathfinder.data.length = "long": whole number >= 1 is'),
         ("settings.pathfinder.data.length=0", "settings.pathfinder.data.length = 0: whole number >= 1 is"),
         ("settings.pathfindr.epochs=1", "settings.pathfindr belongs to no task; did you mean pathfinder"),
+        (
+            "settings.pathfinder.network.positions=fixed",
+            "positions = .fixed.: allowed are none and learned, for a classifier",
+        ),
         ("more_lrs={models: [metalla]}", "more_lrs.models: 'metalla' is not in `definitions`; did you mean metala"),
     ],
 )
 def test_wrong_settings_are_refused(word, message, capsys):
     assert evaluation.main(["--suite", "lra", "--dry-run", *SMALL_PATHS, word]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_model_without_a_number_of_heads_is_refused(capsys):
+    words = ["definitions.mine={mixers: [metala]}", "models=[mine]"]
+    assert evaluation.main(["--suite", "lra", "--dry-run", *SMALL_PATHS, *words]) == 2
+    assert "definitions.mine.num_heads is missing: set it, or head_dim" in capsys.readouterr().err
+
+
+def test_missing_gpu_is_refused_before_training(tmp_path, capsys):
+    words = ["--suite", "lra", *SMALL_PATHS[:-1], "devices=[cuda:99]", "precision=fp32", f"output={tmp_path / 'out'}"]
+    assert evaluation.main([*words, "--dry-run"]) == 0, "a machine without GPUs lists the runs"
+    assert evaluation.main(words) == 2
+    assert "devices: the device 'cuda:99' is not here: allowed are auto, cpu" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_epoch_of_best_validation_accuracy_is_scored():
