@@ -120,6 +120,7 @@ def test_validations_of_the_whole_set_have_their_own_marker(tmp_path: Path, figu
     axes = figures[0].axes[0]
     assert drawn(axes)[2:] == [[(1, 6.5), (2, 5.5)], [(3, 4.5)]]
     assert axes.lines[2].get_marker() != axes.lines[3].get_marker()
+    assert axes.get_legend().get_frame_on(), "a curve behind the text would cross it"
     names = [text.get_text() for text in axes.get_legend().get_texts()]
     assert names[2:] == ["validation, part of the set", "validation, whole set"]
 

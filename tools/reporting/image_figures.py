@@ -37,6 +37,8 @@ def draw_confusions(out: Path, counts: Tensor, class_names: Sequence[str]) -> No
             axes.set_xticks(range(size), names, rotation=45, ha="right", rotation_mode="anchor")
             axes.set_yticks(range(size), names)
         for row, column in np.ndindex(shares.shape) if size <= _NUMBERED_CLASSES else ():
+            if not counts[row].any():  # no image has this label
+                continue
             color = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{shares[row, column]:.0%}", ha="center", va="center", color=color, fontsize=8)
         accuracy = float(counts.trace() / counts.sum().clamp_min(1))

@@ -262,7 +262,8 @@ def _legend_of_styles(axes: Any, runs: Sequence[Run]) -> None:
     for name in validation_names(runs):
         handles.append(Line2D([], [], color=GRAY, **_marker(name, GRAY)))
         labels.append(name)
-    axes.legend(handles, labels, loc="upper right", fontsize=8)
+    # A background, because the curve of a short or noisy run passes behind the text.
+    axes.legend(handles, labels, loc="upper right", fontsize=8, frameon=True, framealpha=0.85, edgecolor="none")
 
 
 def _result(run: Run) -> str:

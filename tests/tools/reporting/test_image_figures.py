@@ -31,15 +31,19 @@ def test_confusions_are_shares_of_each_label(tmp_path: Path, monkeypatch: pytest
     figures: list[Any] = []
     monkeypatch.setattr(style, "save_figure", lambda figure, out: figures.append(figure))
     # Three images of the first class are seen as the second one, and none the other way round.
-    draw_confusions(tmp_path / "confusions.png", torch.tensor([[1.0, 3.0], [0.0, 4.0]]), ["cat", "dog"])
+    # No image has the third label.
+    counts = torch.tensor([[1.0, 3.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 0.0]])
+    draw_confusions(tmp_path / "confusions.png", counts, ["cat", "dog", "fox"])
     axes = figures[0].axes[0]
-    np.testing.assert_allclose(axes.images[0].get_array(), [[0.25, 0.75], [0, 1]])
-    assert {text.get_text(): text.get_position() for text in axes.texts} == {
-        "25%": (0, 0),
-        "75%": (1, 0),
-        "0%": (0, 1),
-        "100%": (1, 1),
-    }
+    np.testing.assert_allclose(axes.images[0].get_array(), [[0.25, 0.75, 0], [0, 1, 0], [0, 0, 0]])
+    assert [(text.get_text(), text.get_position()) for text in axes.texts] == [
+        ("25%", (0, 0)),
+        ("75%", (1, 0)),
+        ("0%", (2, 0)),
+        ("0%", (0, 1)),
+        ("100%", (1, 1)),
+        ("0%", (2, 1)),
+    ]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "label")
     assert axes.get_title("left").endswith("62.50% are correct")
 
