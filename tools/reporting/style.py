@@ -84,6 +84,11 @@ def save_figure(figure: Any, out: Path) -> None:
         figure.savefig(file, format=out.suffix[1:])
 
 
+def fit_height_to_legend(figure: Any, entries: int) -> None:
+    """Raise the height of a figure with a legend at its right, so that all entries of one line each are inside."""
+    figure.set_figheight(max(figure.get_figheight(), 0.4 + 0.175 * entries))
+
+
 def series_style(index: int) -> dict[str, Any]:
     """Return colour, marker and line style of a series. 18 series differ in colour or line style, 12 in their marker."""
     return {

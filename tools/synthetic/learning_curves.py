@@ -18,7 +18,7 @@ Histories = dict[str, tuple[Run, list[list[float]]]]
 
 def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results: Results, out: Path) -> None:
     """Plot the best run of each sweep, one panel per task and width. Several seeds are shown as mean and range."""
-    from tools.reporting.style import saved_figure
+    from tools.reporting.style import fit_height_to_legend, saved_figure
 
     lra = experiment.suite == "lra"
     selected = best_widths(cells_of(sweeps, results)) if lra else {}
@@ -42,11 +42,13 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         figure.supylabel(f"{split} accuracy, percent", fontsize="medium")
         for axes in panels[-1]:
             axes.set_xlabel("step" if lra else "epoch")
+            axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         # A legend: labels at the ends of lines that stop early would be far from them.
         handles: dict[str, Any] = {}
         for axes in panels.flat:
             handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside right upper", handlelength=3)
+        fit_height_to_legend(figure, len(handles))
 
 
 def _draw_model(axes: Any, histories: list[list[float]], run: Run, number: int, label: str) -> None:

@@ -237,7 +237,7 @@ def _draw_lines(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> 
 
 
 def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> None:
-    from tools.reporting.style import grouped_bars
+    from tools.reporting.style import fit_height_to_legend, grouped_bars
 
     tasks = _columns(experiment, cells)
     series: dict[str, dict[str, tuple[float, float | None]]] = {}
@@ -256,6 +256,7 @@ def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> N
     grouped_bars(axes, labels, list(series.items()), faint=[row.model for row in published])
     axes.set(title=f"{experiment.title}: {_CAPTIONS[experiment.suite]}", ylabel="test accuracy, percent", ylim=(0, 104))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    fit_height_to_legend(axes.figure, len(series))
 
 
 def _mqar_rows(

@@ -20,7 +20,7 @@ from tools.synthetic.learning_curves import _draw_model, draw_curves
 from tools.synthetic.model_run import ModelRun
 from tools.synthetic.network import model_config
 from tools.synthetic.preflight import check_sweep
-from tools.synthetic.report import scores
+from tools.synthetic.report import Cell, draw_results, scores
 from tools.synthetic.results import Results, result_line
 from tools.synthetic.run_checkpoint import Evaluation
 from tools.synthetic.training import _scored
@@ -284,6 +284,33 @@ def test_curves_of_models_with_other_epochs_share_an_axis_of_steps():
         _draw_model(axes, [[0.5] * (run.epochs // run.evaluate_every)], run, number, run.model)
     places = [line.get_xdata()[[0, -1]].tolist() for line in axes.lines]
     assert places == [[5 * 625, 500_000], [2500, 500_000]]
+
+
+def test_legend_of_all_models_is_inside_the_figure(tmp_path, monkeypatch):
+    figures: list[Figure] = []
+    monkeypatch.setattr("tools.reporting.style.save_figure", lambda drawn, out: figures.append(drawn))
+    names = ",".join(load_experiment("lra").definitions)
+    experiment = load_experiment("lra", ["tasks=[image]", f"models=[{names}]"])
+    draw_results(
+        experiment, {("image", name, 512): Cell(80.0, None, None, True) for name in experiment.models}, tmp_path
+    )
+    (figure,) = figures
+    figure.draw_without_rendering()
+    assert len(figure.axes[0].get_legend().get_texts()) > 20
+    assert figure.axes[0].get_legend().get_window_extent().y0 >= 0
+
+
+def test_learning_curves_have_ticks_at_whole_steps(tmp_path, monkeypatch):
+    figures: list[Figure] = []
+    monkeypatch.setattr("tools.reporting.style.save_figure", lambda drawn, out: figures.append(drawn))
+    experiment = load_experiment("lra", SMALL_PATHS)
+    runs = plan(experiment, "fp32")
+    results = Results(tmp_path / "results.jsonl")
+    results.add(result_line(runs[0], {"accuracy": 0.5, "best_accuracy": 0.5, "history": [0.5, 0.5]}, {}))
+    draw_curves(experiment, sweeps(runs), results, tmp_path / "curves.png")
+    ticks = figures[0].axes[0].get_xticks()
+    assert len(ticks) > 1
+    assert all(tick == int(tick) for tick in ticks)
 
 
 def test_override_that_a_task_replaces_is_refused():
