@@ -147,10 +147,11 @@ def _train(
             best = best_line(group.runs[0], lines)
             note = f", {best['stopped']}" if best["stopped"] else ""
             graph = "" if best["graph"] is True else f", no CUDA graph: {best['graph']}"
+            rate = best["steps_per_second"]
             tqdm.write(
                 f"{group.runs[0].name}: {100 * best['accuracy']:.1f} % at lr {best['lr']:g}{note}; "
                 f"{counted(best['epochs'], 'epoch')}, "
-                f"{best['side_by_side']} x {best['steps_per_second']:,.0f} steps/s{graph}"
+                f"{best['side_by_side']} x {f'{rate:,.0f}' if rate >= 10 else f'{rate:.2g}'} steps/s{graph}"
             )
 
         return train_groups(
