@@ -229,14 +229,22 @@ def table(
 
 
 def _weights_hash(checkpoint: Path) -> str | None:
-    """Return the hash of an export's weights, or of a run's newest checkpoint. Raises CheckpointError."""
+    """Return the hash of an export's weights, or of a run's newest checkpoint.
+
+    Raises CheckpointError, and ValueError for an image classifier.
+    """
     if (checkpoint / "config.json").is_file():
         from tools.evaluation.huggingface import folder_hash
+        from tools.evaluation.huggingface_checks import refuse_image_classifier
 
+        config = read_json(checkpoint / "config.json", "name an export of python -m tools.convert_hf")
+        refuse_image_classifier(str(checkpoint), config)
         return folder_hash(str(checkpoint))
     from megatron_lite.checkpoint.reader import resolve
     from tools.evaluation.open_model import checkpoint_hash
+    from tools.loading.model import locate_checkpoint
 
+    locate_checkpoint(checkpoint, device="cpu").refuse_images()
     return checkpoint_hash(resolve(checkpoint))
 
 

@@ -19,7 +19,7 @@ from megatron_lite.checkpoint import reader as checkpoint
 from tests.cli.conftest import metrics_lines, train_lines
 from tests.cli.test_resume import copy_stopped_run
 from tests.made_images import CLASSES, encoded, picture, write_folder, write_parquet
-from tools import generate, image_sizes, inspect_data, masked_forms
+from tools import finetune_glue, generate, image_sizes, inspect_data, masked_forms
 from tools.length import __main__ as length
 from tools.pretraining import images as pretraining
 
@@ -311,12 +311,19 @@ def test_classifier_reads_images_of_other_sizes(arguments, tmp_path, capsys):
     rows = json.loads((run / "forms.json").read_text())
     assert {(row["image_size"], row["length"]) for row in rows} == {(8, 4), (16, 16)}
     assert all(row["difference"] is None or row["difference"] < 1e-5 for row in rows)
-    for tool, words in ((evaluate, ["--suite", "superglue"]), (generate, ["--prompt", "a"]), (length, [])):
+    fine_tuning = ["--tasks", "sst2", "--output", str(tmp_path / "glue")]
+    for tool, words in (
+        (evaluate, ["--suite", "superglue"]),
+        (generate, ["--prompt", "a"]),
+        (length, []),
+        (finetune_glue, fine_tuning),
+    ):
         assert tool.main([str(run), *words]) == 2
         assert (
             "is an image classifier, and this command reads text; python -m tools.image_sizes"
             in capsys.readouterr().err
         )
+    assert not (tmp_path / "glue").exists()
 
 
 def test_unfit_teacher_is_refused(arguments, tmp_path, capsys):

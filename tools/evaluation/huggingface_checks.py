@@ -39,6 +39,13 @@ def check_model(name: str, config: Path) -> None:
         )
 
 
+def refuse_image_classifier(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for an image classifier. config: the content of config.json."""
+    classes = config.get("architectures") or []
+    if any(str(word).endswith("ForImageClassification") for word in classes):
+        raise ValueError(f"{name} ({', '.join(map(str, classes))}) is an image classifier, and this command reads text")
+
+
 def refuse_unscorable(name: str, config: Mapping[str, Any]) -> None:
     """Raise ValueError for a model without a likelihood of a text: one that reads both sides of a token, or images.
 
@@ -49,9 +56,8 @@ def refuse_unscorable(name: str, config: Mapping[str, Any]) -> None:
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
+    refuse_image_classifier(name, config)
     kind, classes = config.get("model_type"), config.get("architectures") or []
-    if any(str(word).endswith("ForImageClassification") for word in classes):
-        raise ValueError(f"{name} ({', '.join(map(str, classes))}) is an image classifier, and this command reads text")
     encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and kind not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     causal = config.get("is_decoder") or config.get("causal")
     if (encoder and not causal) or any(str(word).endswith("ForMaskedLM") for word in classes):

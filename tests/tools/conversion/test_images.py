@@ -16,6 +16,7 @@ from megatron_lite.metrics.logger import MetricsLogger
 from models.config import ModelConfig
 from tests.made_images import CLASSES, picture
 from tests.tools.conversion.conftest import write_run
+from tools import finetune_glue
 from tools.conversion.model_card import model_card
 from tools.convert_hf import main
 from tools.loading.image_data import CLASSES as CLASSES_FILE
@@ -115,6 +116,9 @@ def test_commands_for_text_refuse_an_image_classifier(run, capsys):
     assert main(["export", str(folder / "run"), str(folder / "other"), "--text", str(text)]) == 2
     assert "is an image classifier, which reads no text" in capsys.readouterr().err
     assert not (folder / "other").exists()
+    words = [str(folder / "export"), "--tasks", "sst2", "--output", str(folder / "glue")]
+    assert finetune_glue.main(words) == 2
+    assert "(MetalionForImageClassification) is an image classifier" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("names", ['["one"]', '["one"'])
