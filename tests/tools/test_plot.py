@@ -202,6 +202,21 @@ def test_token_axis_follows_the_steps(tmp_path: Path, figures: list[Any]) -> Non
         assert top.get_xlim() == pytest.approx((-1000, tokens))
 
 
+def test_upper_axis_of_an_image_classifier_counts_images(tmp_path: Path, figures: list[Any]) -> None:
+    metrics = MetricsLogger(tmp_path, total_steps=4, progress_bar=False)
+    for step in range(1, 5):
+        speed = {"tokens_per_second": 6400.2, "images_per_second": 100.0}
+        metrics.log(step, {"loss": 2.0, "tokens": 640 * step, **speed})
+    metrics.close()
+    plot_loss(tmp_path)
+    axes = figures[0].axes[0]
+    (top,) = axes.child_axes
+    assert top.get_xlabel() == "images"
+    axes.set_xlim(0, 4)
+    figures[0].draw_without_rendering()
+    assert top.get_xlim() == pytest.approx((0, 40))
+
+
 @pytest.mark.parametrize("steps", [2, 20])
 def test_steps_are_whole_numbers(tmp_path: Path, figures: list[Any], steps: int) -> None:
     run = write_run(tmp_path / "short", steps=steps)

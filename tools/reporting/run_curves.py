@@ -59,7 +59,7 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def plot_loss(run: Path, *, baseline: float | None = None) -> Path:
-    """Plot the loss of one run against steps, with tokens on the upper axis, to `run/loss.png`.
+    """Plot the loss of one run against steps, with tokens or images on the upper axis, to `run/loss.png`.
 
     For a masked model a second panel shows the accuracy. baseline: accuracy of the unigram model, drawn as a dotted line.
     Raises FileNotFoundError and ValueError as `read_run`.
@@ -78,11 +78,14 @@ def plot_loss(run: Path, *, baseline: float | None = None) -> Path:
         axes.set(xlabel="step", ylabel=_loss_label([data]), title=f"{data.name}{_result(data)}")
         steps, tokens = (np.concatenate([[0.0], column(data.train, key)]) for key in ("step", "tokens"))
         if (np.diff(tokens) > 0).all() and (np.diff(steps) > 0).all():
+            last, unit = data.train[-1], "tokens"
+            if "images_per_second" in last:
+                unit, tokens = "images", tokens / round(last["tokens_per_second"] / last["images_per_second"])
             # Lines through the points, which continue at both ends.
             ways = [make_interp_spline(x, y, k=1) for x, y in ((steps, tokens), (tokens, steps))]
             top = axes.secondary_xaxis("top", functions=tuple(ways))
             top.xaxis.set_major_formatter(plain_number)
-            top.set_xlabel("tokens")
+            top.set_xlabel(unit)
         for panel in panels.flat:
             panel.xaxis.set_major_locator(_whole_numbers())
         _legend_of_styles(axes, [data])
