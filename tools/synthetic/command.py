@@ -268,9 +268,9 @@ def _check_devices(names: list[str]) -> None:
 def _parser(suite: str) -> argparse.ArgumentParser:
     parser = command_line(
         f"python eval.py --suite {suite}",
-        "Train small models on generated tasks to measure what their mixers store and retrieve. mqar: "
-        "multi-query associative recall. mad: six tasks of token manipulation. "
-        "lra: the six tasks of Long Range Arena.",
+        "Train small models on tasks that measure what their mixers store and retrieve. mqar: multi-query associative recall. "
+        "mad: six tasks of token manipulation. lra: the six tasks of Long Range Arena, of which text, image and retrieval read "
+        "data sets. All other tasks are generated.",
         EPILOG,
     )
     parser.add_argument(
