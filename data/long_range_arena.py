@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from .checksum import DamagedDataError
 from .corpus.discovery import check_hub
 from .images.reading import decode
-from .library_datasets import quiet_datasets
+from .quiet_datasets import quiet_datasets
 from .synthetic.examples import Examples
 
 # Ids of bytes and pixels are their values. PAD fills short texts.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from ..checksum import DamagedDataError
-from ..library_datasets import quiet_datasets
+from ..quiet_datasets import quiet_datasets
 
 IMAGE_KEYS = ("image", "img")
 
