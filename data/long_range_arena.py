@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .checksum import DamagedDataError
 from .corpus.discovery import check_hub
+from .corpus.readers import open_parquet
 from .images.reading import decode
 from .quiet_datasets import quiet_datasets
 from .synthetic.examples import Examples
@@ -139,7 +140,8 @@ def _rows(directory: Path | None, task: str, name: str, split: str, columns: Seq
             )
         kind = "parquet" if files[0].suffix == ".parquet" else "json"
         for file in files if kind == "parquet" else ():
-            _check_parquet(file)
+            if not open_parquet(file).metadata.num_rows:
+                raise ValueError(f"{file} has no row; write it again")
         try:
             with quiet_datasets():
                 rows = datasets.load_dataset(kind, data_files=[glob.escape(str(file)) for file in files], split="train")
@@ -153,18 +155,6 @@ def _rows(directory: Path | None, task: str, name: str, split: str, columns: Seq
             f"{name} are required"
         )
     return rows
-
-
-def _check_parquet(path: Path) -> None:
-    """Raise ValueError for a file that is no Parquet file or has no row; the library datasets does not name it."""
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_metadata(path).num_rows
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: not readable as parquet ({error}); write it again") from None
-    if not rows:
-        raise ValueError(f"{path} has no row; write it again")
 
 
 def _bytes(texts: Sequence[str], length: int) -> NDArray[np.int16]:

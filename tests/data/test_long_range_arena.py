@@ -113,7 +113,7 @@ def test_wrong_data_names_file_and_row(tmp_path, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("length", "message"), [(-20, r"not readable as parquet \(.*footer"), (None, "has no row; write")]
+    ("length", "message"), [(-20, r"is not a complete parquet file: .*footer"), (None, "has no row; write")]
 )
 def test_parquet_file_that_is_cut_off_or_empty_is_named_once(tmp_path, caplog, length, message, monkeypatch):
     monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)

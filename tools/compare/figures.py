@@ -97,18 +97,12 @@ def _scaling(rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str)
             label = model_rows[0].label
             axes.errorbar(sizes, means, yerr=[below, above], label=label, elinewidth=0.8, **styles[model])
         log_axes(axes, "x", {row.body for row in rows if row.model == rows[0].model})
-        axes.xaxis.set_major_formatter(lambda value, _: _parameter_count(value))
+        axes.xaxis.set_major_formatter(lambda value, _: plain_number(float(f"{value:.3g}")))
         seeds = " (bars: range of the seeds)" if any(len(row.values["loss"]) > 1 for row in rows) else ""
         axes.set(xlabel="parameters without embeddings", ylabel="validation loss (nats per token)")
         axes.set_title(f"{title}{seeds}")
         label_lines(axes)
     return out
-
-
-def _parameter_count(value: float) -> str:
-    """Return a number of parameters with three digits: 27.3 M, 614 k, 100."""
-    unit, suffix = next((pair for pair in ((1e6, " M"), (1e3, " k")) if value >= pair[0]), (1, ""))
-    return f"{value / unit:.3g}{suffix}"
 
 
 def _by_source(

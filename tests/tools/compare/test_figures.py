@@ -46,7 +46,8 @@ def test_figures_show_curves_scaling_and_sources(monkeypatch: pytest.MonkeyPatch
         assert [y for _, y in bars.get_segments()[0]] == pytest.approx([loss - 0.2, loss + 0.2])
     assert scaling.get_xscale() == "log"
     assert [label.get_text() for label in scaling.get_xticklabels()] == ["100", "400"]
-    assert [figures._parameter_count(number) for number in (614_400, 27_310_000)] == ["614 k", "27.3 M"]
+    label = scaling.xaxis.get_major_formatter()
+    assert [label(number) for number in (614_400, 27_310_000)] == ["614 k", "27.3 M"]
     (sources,) = drawn["sources"].axes
     (container,) = sources.containers
     assert container.get_label() == "B"
