@@ -198,19 +198,11 @@ def complete_message(config: Config[Any], source: Path, step: int) -> str:
         f"the run {config.run.name} is complete: {counted(step, 'step')}, {source}",
         *([f"  it was trained with {changed}"] if (changed := changed_values(config, source)) else []),
         f"  {longer_command(config, 2 * step)}   # train twice as long",
-        f"  {_command(config, _other_run(config))}   # another run",
+        f"  {_command(config, {'run.directory': f'{config.run.directory}-2'})}   # another run",
         f"  {_command(config, {'checkpoint.resume': 'never'})}   # train again from step 0",
         *_uses(config),
     ]
     return "\n".join(lines)
-
-
-def _other_run(config: Config[Any]) -> dict[str, str]:
-    """Return the key that gives another run folder: the name, unless a folder without a place for the name is set."""
-    fixed = [word for word in sys.argv[1:] if word.startswith("run.directory=") and "{name}" not in word]
-    if fixed or config.run.name not in config.run.directory:
-        return {"run.directory": f"{config.run.directory}-2"}
-    return {"run.name": f"{config.run.name}-2"}
 
 
 def changed_values(config: Config[Any], source: Path, sections: tuple[str, ...] = ("",)) -> str:

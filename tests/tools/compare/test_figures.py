@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tools.compare import figures
 from tools.compare.figures import draw
 from tools.compare.results import Result, Row, tables
 from tools.reporting.style import series_style
