@@ -67,7 +67,7 @@ def check_existing_runs(runs: Sequence[Run], rates_file: Path | None = None) -> 
 
 
 def check_text(runs: Sequence[Run]) -> list[PreparedData]:
-    """Prepare each corpus once before several processes read it, open all token files, and return them. Write no run.
+    """Return the text of all runs. Each corpus is prepared once, before several processes read it; all token files are opened.
 
     Raises ValueError if there is no validation text or image, or if the training text is shorter than a sample. Raises OSError
     and ValueError for missing and damaged token files, and as `check_token_files`, `tools.loading.token_data.prepared_data` and
