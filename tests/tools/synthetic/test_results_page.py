@@ -155,6 +155,11 @@ def test_other_runs_of_long_range_arena() -> None:
     assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
     grfa, with_angles = (run_of_lra("image", model) for model in ("lion_grfa", "lion_complex"))
     assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
+    short = next(run for run in lines("lra") if (run["model"], run["epochs"]) == ("lion_complex", grfa["epochs"]))
+    assert f"it has {100 * short['accuracy']:.1f} % after {short['epochs']} epochs" in PAGE
+    losses = [f"{run['loss']:.2f} after {run['epochs']}" for run in (with_angles, s5)]
+    assert "the training loss is {} epochs, S5's {}.".format(*losses) in PAGE
+    assert "the test perplexity is {:.1f}, S5's {:.1f}.".format(with_angles["perplexity"], s5["perplexity"]) in PAGE
     for name, run in (("S5", s5), ("LION, complex decays", with_angles)):
         curve = ", ".join(f"{100 * value:.1f}" for value in run["history"][1::2])
         row = [
