@@ -6,7 +6,6 @@ Kernels that quantise their own result are compared with separate kernels, up to
 from __future__ import annotations
 
 import dataclasses
-import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -195,7 +194,7 @@ def test_epilogue_quantises_its_output(shape):
 @pytest.mark.parametrize("recompute", [nullcontext, recompute_elementwise])
 @pytest.mark.parametrize("mixer", ["metala", "attention"])
 def test_blocks_that_quantise_their_results_equal_separate_kernels(mixer, recompute, separate_kernels, monkeypatch):
-    """Compare outputs and all gradients of two blocks of MetaLA 360M, up to the rounding of FP8, the kernels and the memory."""
+    """Compare outputs and all gradients of two blocks of MetaLA 360M, up to the rounding of FP8, and the kernels."""
     config = model_config((mixer,), hidden_size=1024, num_heads=8, intermediate_size=2816)
     with torch.device("cuda"):
         blocks = [spec.build(5) for spec in layer_specs(config)][1:-1]
@@ -212,17 +211,14 @@ def test_blocks_that_quantise_their_results_equal_separate_kernels(mixer, recomp
         y.backward(dy)
         return [y.detach(), leaf.grad, *(p.grad.clone() for block in blocks for p in block.parameters())]
 
-    def measured() -> tuple[list[Tensor], int, int]:
+    def measured() -> tuple[list[Tensor], int]:
         for block in blocks:
             use_fp8(block, select_projections(block, 1)[0])
             fuse_projections(block, None)
         step()
         calls.clear()
-        gc.collect()  # the compilation of a kernel may leave cycles that hold tensors
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         results = step()
-        return results, len([shape for shape in calls if shape[0] == 1920]), torch.cuda.max_memory_allocated() - before
+        return results, len([shape for shape in calls if shape[0] == 1920])
 
     fused = measured()
     separate_kernels()
@@ -238,8 +234,6 @@ def test_blocks_that_quantise_their_results_equal_separate_kernels(mixer, recomp
         assert relative_error(actual, expected) < 8e-2
     # Per block the input of the MLP and the gradient of out_proj; MetaLA's output; between the blocks the gradient of down_proj.
     assert separate[1] - fused[1] == {"metala": 7, "attention": 5}[mixer]
-    # Rows are also attached to a gradient that no FP8 linear reads, as that of the first block's input.
-    assert fused[2] <= 1.01 * separate[2]
 
 
 @pytest.mark.parametrize(
