@@ -153,14 +153,20 @@ def test_other_runs_of_long_range_arena() -> None:
     assert f"real decays it has {100 * real['accuracy']:.1f} % after {real['epochs']} epochs" in PAGE
     twelve = [f"{100 * run['history'][5]:.1f} %" for run in (s5, real)]
     assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
-    grfa, with_angles = (run_of_lra("image", model) for model in ("lion_grfa", "lion_complex"))
+    grfa = run_of_lra("image", "lion_grfa")
     assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
-    short = next(run for run in lines("lra") if (run["model"], run["epochs"]) == ("lion_complex", grfa["epochs"]))
-    assert f"it has {100 * short['accuracy']:.1f} % after {short['epochs']} epochs" in PAGE
-    losses = [f"{run['loss']:.2f} after {run['epochs']}" for run in (with_angles, s5)]
-    assert "the training loss is {} epochs, S5's {}.".format(*losses) in PAGE
-    assert "the test perplexity is {:.1f}, S5's {:.1f}.".format(with_angles["perplexity"], s5["perplexity"]) in PAGE
-    for name, run in (("S5", s5), ("LION, complex decays", with_angles)):
+    short, long, best = (run for run in lines("lra") if run["model"] == "lion_complex")
+    metala = run_of_lra("image", "metala")
+    for subject, run in (("it has", short), ("LION has", long), ("weight decay 0.5 it has", metala)):
+        assert f"{subject} {100 * run['accuracy']:.1f} % after {run['epochs']} epochs" in PAGE
+    losses = [f"{run['loss']:.2f} after {run['epochs']}" for run in (long, s5)]
+    assert "The training loss is {} epochs, S5's {}.".format(*losses) in PAGE
+    assert "the test perplexity is {:.1f}, S5's {:.1f}.".format(long["perplexity"], s5["perplexity"]) in PAGE
+    text = " ".join(PAGE.split())
+    assert f"the training loss is {best['loss']:.2f} after {best['epochs']} epochs and the test" in text
+    assert f"the test perplexity is {best['perplexity']:.1f}." in text
+    assert f"falls from 3.4 to {metala['perplexity']:.1f}. The training loss is {metala['loss']:.2f}," in text
+    for name, run in (("S5", s5), ("LION, complex decays", best)):
         curve = ", ".join(f"{100 * value:.1f}" for value in run["history"][1::2])
         row = [
             f"{run['epochs']} ({run['epochs']})",
