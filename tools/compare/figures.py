@@ -28,7 +28,10 @@ def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path, title: st
 
 
 def _results(results: Sequence[Result], rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str) -> Path:
-    """Draw one column per size: final values of each seed and their mean above, validation curves below."""
+    """Draw one column per size: final values of each seed and their mean above, validation curves below.
+
+    Runs of a single validation have no curves, and their figure has no second row.
+    """
     sizes = list(dict.fromkeys(row.size for row in rows))
     masked = all("accuracy" in row.values for row in rows)
     metric, scale = ("accuracy", 100.0) if masked else ("loss", 1.0)
@@ -39,17 +42,25 @@ def _results(results: Sequence[Result], rows: Sequence[Row], styles: dict[str, A
     # During the training a part of the text is validated, at the end all of it.
     shares = {line.get("evaluated_fraction", 1.0) for result in results for line in result.curve}
     partial = "; the last point is of the whole validation set" if min(shares, default=1.0) < 1 else ""
-    heights = [0.22 * len(models) + 0.4, 3.0]
-    options = {"height": sum(heights) + 1.2, "height_ratios": heights, "squeeze": False, "sharey": "row"}
-    with saved_figure(out, 2, len(sizes), **options) as (figure, axes):
+    curves = {(row.model, row.size): _curve(results, row, metric, scale) for row in rows}
+    has_curves = any(curve is not None for curve in curves.values())
+    heights = [0.22 * len(models) + 0.4, 3.0][: 1 + has_curves]
+    options = {
+        "height": sum(heights) + 0.6 * (1 + has_curves),
+        "height_ratios": heights,
+        "squeeze": False,
+        "sharey": "row",
+    }
+    with saved_figure(out, len(heights), len(sizes), **options) as (figure, axes):
         late: list[float] = []
-        for (top, below), size in zip(axes.T, sizes, strict=True):
+        for column, size in zip(axes.T, sizes, strict=True):
+            top, below = column[0], column[-1]
             for row in (row for row in rows if row.size == size):
                 color = styles[row.model]["color"]
                 values, place = [scale * value for value in row.values[metric].values()], models.index(row.label)
                 top.plot(values, [place] * len(values), ls="", marker="o", ms=4, mfc="none", color=color, alpha=0.7)
                 top.plot([scale * row.mean(metric)], [place], ls="", marker="|", ms=13, mew=2.2, color=color)
-                if (curve := _curve(results, row, metric, scale)) is not None:
+                if (curve := curves[row.model, row.size]) is not None:
                     tokens, low, mean, high = curve
                     below.plot(tokens, mean, label=row.label, **styles[row.model])
                     below.fill_between(tokens, low, high, color=color, alpha=0.15, lw=0)
@@ -59,18 +70,21 @@ def _results(results: Sequence[Result], rows: Sequence[Row], styles: dict[str, A
                     below.set_xlim(left=tokens[first] - 0.02 * (tokens[-1] - tokens[first]))
             top.grid(axis="y", visible=False)
             top.set_title(size)
-            below.xaxis.set_major_formatter(plain_number)
-            below.set_xlabel("tokens")
+            if has_curves:
+                below.xaxis.set_major_formatter(plain_number)
+                below.set_xlabel("tokens")
         axes[0, 0].set_yticks(range(len(models)), models)
         axes[0, 0].set_ylim(len(models) - 0.4, -0.6)
         axes[0, len(sizes) // 2].set_xlabel(label)
-        axes[1, len(sizes) // 2].set_xlabel(f"tokens{partial}")
+        if has_curves:
+            axes[1, len(sizes) // 2].set_xlabel(f"tokens{partial}")
+            axes[1, 0].set_ylabel(label)
+            label_lines(axes[1, -1])
         if late:
             margin = 0.05 * max(max(late) - min(late), 1e-6)
             axes[1, 0].set_ylim(min(late) - margin, max(late) + margin)
-        axes[1, 0].set_ylabel(label)
-        label_lines(axes[1, -1])
-        figure.suptitle(f"{title} (circles: seeds, bars: means, shaded: range of the seeds)")
+        shaded = ", shaded: range of the seeds" if has_curves else ""
+        figure.suptitle(f"{title} (circles: seeds, bars: means{shaded})")
     return out
 
 

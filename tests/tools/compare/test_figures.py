@@ -90,6 +90,17 @@ def test_figures_show_curves_scaling_and_sources(monkeypatch: pytest.MonkeyPatch
     assert seeds == {0: pytest.approx([1.1, 1.5]), 1: pytest.approx([2.1, 2.5])}
 
 
+def test_figure_of_runs_with_one_validation_has_no_empty_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr("tools.reporting.style.save_figure", lambda figure, out: drawn.update({out.stem: figure}))
+    run: Any = SimpleNamespace(model="a", size="small")
+    end = {"tokens": 10, "loss": 2.0}
+    draw([Result(run, [end], end, 10, 1.0)], [Row("a", "A", "small", 100, 100, {"loss": {1: 2.0}})], Path(), "T", "a")
+    (final,) = drawn["results"].axes
+    assert final.get_xlabel() == "validation loss (nats per token)"
+    assert drawn["results"].get_suptitle() == "T (circles: seeds, bars: means)"
+
+
 def test_figures_of_masked_models_show_accuracies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw accuracies in percent, the lowest loss on top, and curves at the validations that all complete seeds have."""
     drawn: dict[str, Any] = {}
