@@ -174,6 +174,8 @@ def test_labels_are_beside_the_last_finite_points(figures: list[Any]) -> None:
         style.label_lines(axes)
     assert [(text.get_text(), tuple(text.xy)) for text in axes.texts] == [("lower", (3, 0)), ("upper", (2, 3))]
     assert all(0 <= text.xyann[1] <= 1 for text in axes.texts)
+    leaders = {text.get_text(): text.arrow_patch.get_linestyle() for text in axes.texts}
+    assert leaders == {"lower": "-", "upper": ":"}, "the leader of a line that ends early is no part of the line"
 
 
 def test_loss_axis_excludes_the_first_two_percent(tmp_path: Path, figures: list[Any]) -> None:

@@ -150,6 +150,8 @@ def label_lines(axes: Any, *, size: float = 8) -> None:
     places = isotonic_regression([heights[label] - number * gap for number, label in enumerate(order)]).x
     for number, label in enumerate(order):
         color = lines[label].get_color()
+        # A leader from a line that ends early crosses the axes, where a solid one looks like data.
+        end = (axes.transData.transform(ends[label])[0] - box.x0) / box.width
         axes.annotate(
             label,
             ends[label],
@@ -158,7 +160,15 @@ def label_lines(axes: Any, *, size: float = 8) -> None:
             color=color,
             fontsize=size,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5, "shrinkA": 1, "shrinkB": 2, "relpos": (0, 0.5)},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "lw": 0.5,
+                "ls": ":" if end < 0.85 else "-",
+                "shrinkA": 1,
+                "shrinkB": 2,
+                "relpos": (0, 0.5),
+            },
         )
 
 
