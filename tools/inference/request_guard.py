@@ -75,7 +75,7 @@ class RequestGuard:
     ) -> None:
         self._app, self._count_tokens = app, count_tokens
         self._limits = limits or Limits()
-        self._hosts = [*LOCAL_HOSTS, *(host.lower() for host in hosts)]
+        self._hosts = list(dict.fromkeys([*LOCAL_HOSTS, *(host.lower() for host in hosts)]))
         self._rules = {path: _rules(path, model, self._limits.new_tokens) for path in (COMPLETIONS, CHAT)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
