@@ -19,7 +19,7 @@ EPILOG = """
 examples:
   python train.py                                        the default: a small MetaLA learns Python in 6 minutes on a CPU
   python train.py run.name=second optimizer.lr=1e-3      the same with other values, in runs/second
-  python train.py configs/metala_360m.yml data.train=/data/pile_text_document
+  python train.py configs/metala_360m.yml data.train=PREFIX data.validation=PREFIX     token files elsewhere
   python train.py configs/cifar10_lion_s.yml data.images.train=train.parquet data.images.validation=test.parquet
   python train.py configs/metala_1.4b.yml --dry-run      parameters, FLOPs, memory, refusals; nothing is saved
   torchrun --nproc-per-node 4 train.py configs/metala_360m.yml configs/cluster/4gpu.yml

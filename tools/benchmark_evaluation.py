@@ -23,8 +23,8 @@ from tools.reporting.tables import printed_table
 
 EPILOG = """
 examples:
-  python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON         # 360M, random weights, one GPU
-  python -m tools.benchmark_evaluation --data-dir DATA --checkpoint runs/metala_360m      # a trained model
+  python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON         360M, random weights, one GPU
+  python -m tools.benchmark_evaluation --data-dir DATA --checkpoint runs/metala_360m      a trained model
   python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON --scale 0.1 --limit-minutes 2 --only hf
 """
 

@@ -22,17 +22,17 @@ from data.verification import Findings, verify_caches, verify_token_files
 from tools.cli.arguments import FAILED, above_zero_to_one, check_picture, command, command_line, from_zero, positive
 
 EXAMPLES = """examples:
-  python -m tools.inspect_data data/pile_text_document                      counts, lengths, integrity
-  python -m tools.inspect_data data/pile_text_document --document 7         document 7 as text
-  python -m tools.inspect_data data/pile_text_document --sample 0 --sequence-length 2048 --num-samples 1000 --seed 1234
-                                                                            the first sample of a run and its origin
-  python -m tools.inspect_data data/pile_text_document --sequence-length 16384 --min-tokens 8192
-                                                                            long documents, documents that packing cuts
-  python -m tools.inspect_data data/pile_text_document --histogram lengths.png --most-common 20
-  python -m tools.inspect_data data/pile_text_document --verify              compare all bytes with the checksums
+  python -m tools.inspect_data corpora/pile/train_text_document                     counts, lengths, integrity
+  python -m tools.inspect_data corpora/pile/train_text_document --document 7        document 7 as text
+  python -m tools.inspect_data corpora/pile/train_text_document --sample 0 --sequence-length 2048 --num-samples 1000 --seed 1234
+                                                                           the first sample of a run and its origin
+  python -m tools.inspect_data corpora/pile/train_text_document --sequence-length 16384 --min-tokens 8192
+                                                                           long documents, documents that packing cuts
+  python -m tools.inspect_data corpora/pile/train_text_document --histogram lengths.png --most-common 20
+  python -m tools.inspect_data corpora/pile/train_text_document --verify            compare all bytes with the checksums
   python -m tools.inspect_data runs/cache --verify                           the same for a folder of caches
-  python -m tools.inspect_data data/pile_validation_text_document --trained-on data/pile_train_text_document
-                                                                            list held-out documents that training has
+  python -m tools.inspect_data corpora/pile/validation_text_document --trained-on corpora/pile/train_text_document
+                                                                           list held-out documents that training has
   python -m tools.inspect_data corpora/cifar10/train.parquet --images        decode every image
 
 The .json file next to the token files names the tokenizer. For files of other projects give --tokenizer-type and

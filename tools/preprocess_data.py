@@ -49,14 +49,14 @@ TOKENIZER_TYPES = {
 
 EXAMPLES = """examples:
   the Pile, with its own tokenizer
-    python -m tools.preprocess_data --input pile/train/*.jsonl.zst --tokenizer-type hf \\
-        --vocab-file tokenizers/gpt-neox-20b/tokenizer.json --append-eod --output-prefix data/pile_train --workers 16
+    python -m tools.preprocess_data --input 'corpora/pile/train/*.jsonl.zst' --tokenizer-type hf \\
+        --vocab-file corpora/gpt-neox-20b/tokenizer.json --append-eod --output-prefix corpora/pile/train --workers 16
   C4, with 1 % of the documents for validation, chosen by hash, without exact duplicates
-    python -m tools.preprocess_data --input c4/*.json.gz --tokenizer-type wordpiece --vocab-file bert/vocab.txt \\
-        --append-eod --split 99,1 --deduplicate --output-prefix data/c4 --workers 16
+    python -m tools.preprocess_data --input 'c4/*.json.gz' --tokenizer-type wordpiece --vocab-file bert/vocab.txt \\
+        --append-eod --split 99,1 --deduplicate --output-prefix corpora/c4 --workers 16
   web pages in English that keep Gopher's rules, without near duplicates, with a data card
-    python -m tools.preprocess_data --input web/*.jsonl.zst --tokenizer-type wordpiece --vocab-file bert/vocab.txt \\
-        --append-eod --quality --languages en --near-duplicates 0.8 --data-card licences.yml --output-prefix data/web
+    python -m tools.preprocess_data --input 'web/*.jsonl.zst' --tokenizer-type wordpiece --vocab-file bert/vocab.txt \\
+        --append-eod --quality --languages en --near-duplicates 0.8 --data-card licences.yml --output-prefix corpora/web
 
 outputs, for each key of --jsonl-keys
   PREFIX_text_document.bin    the tokens (with --split: PREFIX_train_text_document.bin and so on)

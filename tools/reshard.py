@@ -1,8 +1,5 @@
 """Rewrite a checkpoint for another layout.
 
-python -m tools.reshard runs/x out/ --data 8 --tensor 4 --pipeline 2
-python -m tools.reshard runs/x/checkpoints/step_00001000 out/           # one file, for one process
-
 Training does not need this command: a run resumes in any layout. It only makes reading faster, because each process of the
 new layout then reads mostly one file instead of many. Tensors, optimizer state and trainer state stay bitwise equal.
 """
@@ -20,16 +17,21 @@ from typing import Any
 
 from tools.cli.arguments import command, command_line, positive
 
+EXAMPLES = """examples:
+  python -m tools.reshard runs/x out/ --data 8 --tensor 4 --pipeline 2
+  python -m tools.reshard runs/x/checkpoints/step_00001000 out/     one file, for one process
+"""
+
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0, or 2 with a message."""
-    parser = command_line("python -m tools.reshard", __doc__)
+    parser = command_line("python -m tools.reshard", __doc__, EXAMPLES)
     parser.add_argument("checkpoint", type=Path, help="run folder, checkpoints folder or step folder")
     parser.add_argument("output", type=Path, help="new folder; the checkpoint becomes OUTPUT/step_XXXXXXXX")
     for key in ("data", "tensor", "pipeline"):
         parser.add_argument(
-            f"--{key}", type=positive, default=1, metavar="N", help=f"{key} size of the layout to write for"
+            f"--{key}", type=positive, default=1, metavar="N", help=f"{key} size of the layout to write for (1)"
         )
     options = parser.parse_args(arguments)
     if re.fullmatch(r"[\w.]+=[^/]*", str(options.output)):  # a setting in place of OUTPUT

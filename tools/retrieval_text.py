@@ -26,7 +26,7 @@ EXAMPLES = """example: 2,000 texts of 1,000 to 16,000 tokens, as token files, wi
   python -m tools.preprocess_data --input corpora/retrieval.jsonl --output-prefix corpora/retrieval --append-eod \\
       --tokenizer-type hf --vocab-file corpora/gpt-neox-20b/tokenizer.json
   python train.py configs/metala_1.4b_16k.yml 'data.blend={by: weights, weights: [95, 5]}' \\
-      'data.train=[corpora/pile_text_document, corpora/retrieval_text_document]'
+      'data.train=[PREFIX, corpora/retrieval_text_document]'
 
 The texts are RULER's tasks with their answers: needles in a haystack (single, multi-key, multi-value, multi-query) and
 variable tracking. The tasks take turns. A record names its task as its source, so logging.loss_by_source=true shows the loss

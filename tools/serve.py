@@ -165,7 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     limits = Limits()
     parser = command_line(
         "python -m tools.serve",
-        "Serve an exported model with transformers' own server. Runs until Ctrl-C.",
+        "Serve an exported model with transformers' own server. Runs until Ctrl-C.\n"
+        "Other options are those of `transformers serve`, such as --port (8000) and --device.",
         (
             "examples:\n"
             "  python -m tools.serve exported/ --port 8000\n"
