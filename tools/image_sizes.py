@@ -45,12 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.loading.model import run_of
 
     out = options.out or run_of(options.run[0]) / "image_sizes.png"
-    cells = [[f"{value:.4f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
-    print(plain_table(list(rows[0]), cells))
+    print(plain_table(["run", "pixels", "", "images", "top-1", "top-5"], [_cells(row) for row in rows]))
     write_json(out.with_suffix(".json"), rows)
     plot(rows, out)
     print(out)
     return 0
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    trained = "trained" if row["trained"] else ""
+    accuracies = [f"{row[key]:.2%}" for key in ("accuracy", "top5_accuracy")]
+    return [row["run"], str(row["image_size"]), trained, f"{row['images']:,}", *accuracies]
 
 
 def measure(

@@ -284,6 +284,9 @@ def test_classifier_reads_images_of_other_sizes(arguments, tmp_path, capsys):
     assert (
         image_sizes.main([str(run), "--sizes", "12", "8", "4", "--device", "cpu", "--batch", "4", "-o", str(out)]) == 0
     )
+    printed = capsys.readouterr().out
+    assert re.search(r"^run +pixels +images +top-1 +top-5$", printed, re.M)
+    assert re.search(rf"^run +8 +trained +9 +{validated:.2%} +100.00%$", printed, re.M)
     rows = json.loads(out.with_suffix(".json").read_text())
     assert [(row["image_size"], row["trained"], row["images"]) for row in rows] == [
         (4, False, 9),
