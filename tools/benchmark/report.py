@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from data.atomic_io import write_text
+from megatron_lite.plural import counted
 from tools.reporting.style import COLORS, label_lines, log_axes, plain_number, saved_figure, series_style
 from tools.reporting.tables import printed_table
 
@@ -20,7 +21,8 @@ from tools.reporting.tables import printed_table
 def machine() -> str:
     """Return the device and the versions of torch and triton."""
     if not torch.cuda.is_available():
-        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        threads = counted(torch.get_num_threads(), "thread")
+        return f"{platform.processor() or platform.machine()}, {threads}, torch {torch.__version__}"
     import triton
 
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"

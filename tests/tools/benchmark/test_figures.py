@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tools.benchmark import layouts, timing
-from tools.benchmark.report import plot_bars, plot_lines, table
+from tools.benchmark.report import machine, plot_bars, plot_lines, table
 
 
 def test_numbers_in_tables() -> None:
@@ -19,6 +19,13 @@ def test_numbers_in_tables() -> None:
     cells = table([{str(number): value for number, value in enumerate(values)}], "title")
     row = cells.splitlines()[-1].strip("| ").split(" | ")
     assert row == ["0.000", "9.9e-03", "0.012", "999.250", "1,235", "-", "99999", "100,000", "x"]
+
+
+def test_one_thread_is_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for count, text in ((1, ", 1 thread, "), (4, ", 4 threads, ")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        assert text in machine()
 
 
 def test_lines_and_bars_show_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
