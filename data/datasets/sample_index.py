@@ -127,7 +127,13 @@ def cached_sample_index(
 
     def build() -> dict[str, NDArray]:
         make = build_sample_index if order == "neox" else build_reshuffled_index
-        index = make(sizes, sequence_length, epochs, seed)
+        try:
+            index = make(sizes, sequence_length, epochs, seed)
+        except (MemoryError, OverflowError, ValueError) as error:  # the last two of NumPy: more than it can address
+            raise ValueError(
+                f"schedule.train_steps asks for {num_samples:,} samples, {epochs:,} epochs of {file.prefix}, whose index does "
+                "not fit into memory; set fewer steps, a smaller batch.global_batch_size, or train on more text"
+            ) from error
         return vars(index if selected is None else replace(index, document_index=selected[index.document_index]))
 
     return SampleIndex(**cached_arrays(cache_directory, "samples", made_from, build)), epochs

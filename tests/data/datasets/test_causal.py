@@ -259,6 +259,15 @@ def test_sample_out_of_range_raises_index_error(tmp_path, number):
             dataset[number]
 
 
+@pytest.mark.parametrize("samples", [10**14, 10**20, 10**40])
+def test_index_larger_than_memory_is_refused(tmp_path, samples):
+    prefix = write(tmp_path / "x", [30])
+    with pytest.raises(
+        ValueError, match=r"schedule.train_steps asks for 1[0,]* samples, .* epochs of .*; set fewer steps"
+    ):
+        CausalDataset(prefix, sequence_length=10, num_samples=samples, seed=0)
+
+
 def test_settings_below_one(tmp_path):
     prefix = write(tmp_path / "x", [30])
     with pytest.raises(ValueError, match="sequence_length 0 and num_samples 3 must be 1 or more"):
