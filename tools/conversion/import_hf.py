@@ -93,8 +93,10 @@ def import_folder(
         raise ValueError(
             f"{folder / 'config.json'} has no key {error}, which a {theirs['model_type']} needs: add it"
         ) from error
-    except (ArithmeticError, AttributeError, TypeError) as error:
-        raise ValueError(f"{folder / 'config.json'} has a value of the wrong type ({error}): copy it again") from error
+    except (ArithmeticError, AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{folder / 'config.json'} has a value that is not allowed ({error}): copy it again"
+        ) from error
     if theirs["model_type"] == "metalion" and not trust_remote_code:
         check_source(folder, foreign.model.mixers, images=foreign.model.image_size is not None)
     tensors = Tensors(folder)

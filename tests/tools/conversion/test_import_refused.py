@@ -221,3 +221,13 @@ def test_number_of_heads_that_does_not_fit_the_norm_is_refused(
     assert "model.layers.0.attn.g_norm_swish_gate.weight has" in error
     assert "correct num_heads" in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("change", [{"dtype": "banana"}, {"id2label": 3}, {"hidden_size": 2**40}])
+def test_value_that_no_model_can_have_is_refused_before_a_run_is_written(
+    exported: Path, change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken(exported, tmp_path / "folder", **change)
+    error = error_of(["import", str(tmp_path / "folder"), str(tmp_path / "run")], capsys)
+    assert "config.json has a value that is not allowed (" in error
+    assert not (tmp_path / "run").exists()

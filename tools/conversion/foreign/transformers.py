@@ -16,8 +16,10 @@ from tools.conversion.foreign.mapping import Foreign, Source, only, tied
 
 def metalion(config: Mapping[str, Any]) -> Foreign:
     """Describe an export of this project. The names of the tensors are equal."""
+    from models.hf.configuration_metalion import MetalionConfig
     from models.language_model import LanguageModel
 
+    MetalionConfig.from_dict(dict(config))  # transformers checks its own keys
     fields = {f.name for f in dataclasses.fields(ModelConfig)}
     shape = {key: config[key] for key in ("vocab_size", "num_layers", "hidden_size", "num_heads")}
     model = ModelConfig(**shape | {key: value for key, value in config.items() if key in fields})
