@@ -15,7 +15,7 @@ _OBJECTIVE = ("data", "objective")
 _OF_TEACHER = ("teacher_labels", "teacher_weight", "temperature")
 # Key of data.images -> the crop that reads it.
 _CROP_OF = {"padding": "pad", "min_area": "resized"}
-_Triple = tuple[float, float, float]
+_Triple = tuple[Fraction, Fraction, Fraction]
 _Deviations = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
 
 
@@ -50,7 +50,7 @@ class ImagesConfig(Section):
     )
     validation_crop: float = Field(
         default=1.0,
-        gt=0,
+        ge=0.1,  # an image is enlarged to image_size / validation_crop before the crop
         le=1,
         description="Side of the centre crop of a validation image, of its shorter side. ImageNet: 0.875.",
     )
@@ -124,6 +124,11 @@ def image_problems(config: Any) -> Problems:
     if size is None:
         text = "is missing: data.objective = classification needs the height and width of its images, in pixels"
         yield ("model", "image_size"), text
+    elif data.images.crop == "pad" and data.images.padding > size:
+        text = (
+            f"= {data.images.padding}: at most model.image_size = {size} is allowed; a crop of a wider border is black"
+        )
+        yield ("data", "images", "padding"), text
     if data.images.train is None:
         text = "is missing: name Parquet files with images, or a folder with one folder of images per class"
         yield ("data", "images", "train"), text

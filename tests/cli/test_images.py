@@ -148,6 +148,15 @@ def test_one_process_writes_the_caches_of_all_images(arguments, images, monkeypa
             {"data.images.crop": "none", "data.images.padding": 2},
             "data.images.padding = 2 requires data.images.crop = pad; set it, or remove this key",
         ),
+        ({"data.images.padding": 9}, "data.images.padding = 9: at most model.image_size = 8 is allowed"),
+        (
+            {"data.images.validation_crop": 1e-9},
+            "data.images.validation_crop = 1e-09: number >= 0.1 and <= 1 is allowed",
+        ),
+        (
+            {"data.images.mean": "[123.7, 116.3, 103.5]"},
+            "data.images.mean = [123.7, 116.3, 103.5]: list of 3: number >= 0 and <= 1 is allowed",
+        ),
         (
             {"classification.teacher_labels": "soft"},
             "classification.teacher_labels requires classification.teacher: name one, or remove this key",

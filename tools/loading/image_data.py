@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from data.images.augmentation import Augmentation
 from data.images.reading import ImageFiles, LabelledImages, find_images
 from megatron_lite.config.data_schema import DataConfig
@@ -60,12 +62,14 @@ def augmentation_of(settings: ImagesConfig, size: int) -> Augmentation:
 
 
 def number_of_classes(data: Mapping[str, Any]) -> int | None:
-    """Return the classes that the training images of a raw section `data` name; None if no images are set.
+    """Return the classes that the training images of a raw section `data` name; None if no images are set, or invalid keys.
 
-    Raises ValueError if they name no classes, as `find_images` and `ImageFiles.columns`, and pydantic's ValidationError, a
-    ValueError, for a section that is not valid.
+    Raises ValueError if they name no classes, as `find_images` and `ImageFiles.columns`.
     """
-    settings = ImagesConfig.model_validate_json(json.dumps(data.get("images") or {}))
+    try:
+        settings = ImagesConfig.model_validate_json(json.dumps(data.get("images") or {}))
+    except ValidationError:  # the check of the configuration names the keys
+        return None
     files = image_files(settings, "train")
     if files is None:
         return None
