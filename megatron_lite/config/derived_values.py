@@ -177,9 +177,11 @@ def _solve_batch(given: Mapping[str, Any], ranks: int, *, where: str) -> dict[Ke
     below = total // unit * unit
     choices = [f"batch.global_batch_size={choice}" for choice in (below, below + unit) if choice]
     if total % ranks == 0:
-        # From `fixed` outwards: the divisors of a large batch size take minutes to enumerate.
-        near = (number for distance in itertools.count() for number in (fixed - distance, fixed + distance))
-        nearest = next(number for number in near if number > 0 and total // ranks % number == 0)
+        # From `fixed` outwards: the divisors of a large batch size take minutes to enumerate. No divisor is above the quotient.
+        quotient = total // ranks
+        start = min(fixed, quotient)
+        near = (number for distance in itertools.count() for number in (start - distance, start + distance))
+        nearest = next(number for number in near if number > 0 and quotient % number == 0)
         choices.append(f"batch.{fixed_key}={nearest}")
     text = (
         f"= {total} is no multiple of {fixed_key} {fixed} x {ranks} data ranks = {unit}: {where}; "

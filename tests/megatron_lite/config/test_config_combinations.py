@@ -33,6 +33,12 @@ EQUATION = "global_batch_size = micro_batch_size x gradient_accumulation_steps x
             "batch.global_batch_size=999999999999994 or batch.global_batch_size=1000000000000001 or batch.micro_batch_size=8",
         ),
         (
+            (f"micro_batch_size={10**12}", "global_batch_size=6"),  # too large to try every number below it
+            1,
+            f"= 6 is no multiple of micro_batch_size {10**12} x 1 data ranks = {10**12}: {EQUATION} (1 from WORLD_SIZE); "
+            f"nearest: batch.global_batch_size={10**12} or batch.micro_batch_size=6",
+        ),
+        (
             ("micro_batch_size=null", "gradient_accumulation_steps=3", "global_batch_size=8"),
             1,
             f"= 8 is no multiple of gradient_accumulation_steps 3 x 1 data ranks = 3: {EQUATION} (1 from WORLD_SIZE); "
