@@ -139,8 +139,8 @@ class BatchConfig(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of data ranks that the batch sizes imply."""
-        return self.global_batch_size // (self.micro_batch_size * self.gradient_accumulation_steps)
+        """Return the number of data ranks that the batch sizes imply, 1 for sizes that contradict one another."""
+        return max(1, self.global_batch_size // (self.micro_batch_size * self.gradient_accumulation_steps))
 
 
 class ScheduleConfig(Section):

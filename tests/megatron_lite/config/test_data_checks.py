@@ -98,6 +98,19 @@ def test_conflicting_values_are_refused(overrides: tuple[str, ...], message: str
     assert [line for line in caught.value.problems if line.startswith(message)], caught.value.problems
 
 
+def test_contradicting_batch_sizes_are_refused_with_a_ramp() -> None:
+    sizes = ("batch.micro_batch_size=8", "batch.gradient_accumulation_steps=2", "batch.global_batch_size=8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            [CONFIGS / "default.yml"],
+            [*sizes, "batch.ramp={start: 8, increment: 8, samples: 9}"],
+            model_type=ModelConfig,
+            world_size=1,
+        )
+    (line,) = caught.value.problems
+    assert line.startswith("batch.global_batch_size = 8 is not 8 x 2 x 1 = 16")
+
+
 @pytest.mark.parametrize(
     ("override", "value"),
     [
