@@ -111,15 +111,16 @@ def check_start(
 
     shapes: of the model's parameters. Raises the errors of `find_start`, `check_length` and `check_shapes`.
     """
-    if config.resume not in ("never", "newest_readable"):
-        directory = Path(config.directory)
-        source = _named_source(directory, config.resume)
-        if source is not None:
-            start = StartPoint(source, source.resolve().parent == directory.resolve(), False, read_manifest(source))
-            check_length(start, sequence_length)
-            check_shapes(shapes, start.manifest, source)
-            return start.manifest
-    return None
+    directory, resume = Path(config.directory), config.resume
+    if resume == "never":
+        return None
+    source = newest_verified(directory)[0] if resume == "newest_readable" else _named_source(directory, resume)
+    if source is None:
+        return None
+    start = StartPoint(source, source.resolve().parent == directory.resolve(), False, read_manifest(source))
+    check_length(start, sequence_length)
+    check_shapes(shapes, start.manifest, source)
+    return start.manifest
 
 
 def check_length(start: StartPoint, sequence_length: int) -> None:

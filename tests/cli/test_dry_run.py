@@ -129,3 +129,16 @@ def test_a_change_of_the_optimizer_is_announced(arguments, monkeypatch, capsys):
         assert train.main([*words, f"optimizer.name={name}", "--dry-run"]) == 0
         line = "optimizer    16 matrices change from AdamW to Muon: weights and first moments (as momentum) are kept"
         assert (line in capsys.readouterr().out) == announced
+
+
+def test_the_newest_readable_checkpoint_is_checked_like_any_other(arguments, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(dry_run, "_time_layers", lambda *_: None)
+    assert train.main(arguments(**{"schedule.train_steps": 1, "checkpoint.interval": 1})) == 0
+    words = [*arguments(**{"checkpoint.resume": "newest_readable"}), "--dry-run"]
+    assert train.main(words) == 0
+    assert train.main([*words, "batch.sequence_length=16"]) == 2
+    assert "batch.sequence_length = 16" in capsys.readouterr().err
+    (manifest,) = tmp_path.rglob("step_00000001/manifest.json")
+    manifest.write_text("{}")
+    assert train.main(words) == 2
+    assert "is complete; checkpoint.resume=never starts over" in capsys.readouterr().err
