@@ -45,7 +45,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
 
     Raises:
         CheckpointError: the source cannot be read, or the output exists or cannot be written.
-        ValueError: the model does not divide into that layout.
+        ValueError: the model does not divide into that layout, or as `model_config`.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for a GPU and prints a warning
     from data.progress import ProgressBar
@@ -54,13 +54,13 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from megatron_lite.parallel.layout import Layout, layout_problems, limits_of, nearest_layouts, stage_bounds
     from megatron_lite.parallel.sharding_plan import ShardingSpec, shard_of
     from megatron_lite.planning.flops import forward_flops
-    from models.config import ModelConfig
     from models.language_model import layer_specs
+    from tools.loading.model import model_config
     from tools.loading.token_data import data_config
 
     source = checkpoint.resolve(source)
     settings = checkpoint.read_config_yaml(source)
-    model = ModelConfig(**settings["model"])
+    model = model_config(settings)
     length = settings["batch"]["sequence_length"]
     target, limits = Layout(tensor, pipeline), replace(limits_of(model, length), context_parallel_error="not stored")
     for key, problem in layout_problems(target, limits):

@@ -56,3 +56,13 @@ def test_full_disk_is_reported(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert "File too large" in printed
     assert "free disk space and run the same command again" in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_configuration_of_another_version_is_refused_in_words(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = checkpoint.read_config_yaml(checkpoint.resolve(run))
+    config["model"]["new_option"] = 1
+    monkeypatch.setattr(checkpoint, "read_config_yaml", lambda _: config)
+    assert main([str(run), str(tmp_path / "out")]) == 2
+    assert "the section model of the configuration" in capsys.readouterr().err
