@@ -76,13 +76,13 @@ def _results(results: Sequence[Result], rows: Sequence[Row], styles: dict[str, A
         axes[0, 0].set_yticks(range(len(models)), models)
         axes[0, 0].set_ylim(len(models) - 0.4, -0.6)
         axes[0, len(sizes) // 2].set_xlabel(label)
+        if late:
+            margin = 0.05 * max(max(late) - min(late), 1e-6)
+            axes[1, 0].set_ylim(min(late) - margin, max(late) + margin)
         if has_curves:
             axes[1, len(sizes) // 2].set_xlabel(f"tokens{partial}")
             axes[1, 0].set_ylabel(label)
             label_lines(axes[1, -1])
-        if late:
-            margin = 0.05 * max(max(late) - min(late), 1e-6)
-            axes[1, 0].set_ylim(min(late) - margin, max(late) + margin)
         shaded = ", shaded: range of the seeds" if has_curves else ""
         figure.suptitle(f"{title} (circles: seeds, bars: means{shaded})")
     return out

@@ -70,7 +70,7 @@ def test_figures_show_curves_scaling_and_sources(monkeypatch: pytest.MonkeyPatch
     assert set(drawn) == {"results", "scaling"}
     # A third model is complete only in the large size.
     late = Row("c", "C", "large", 1400, 400, {"loss": {1: 4.0}})
-    way = [{"tokens": 10, "loss": 9.0}, {"tokens": 20, "loss": 4.0}]
+    way = [{"tokens": 5, "loss": 90.0}, {"tokens": 10, "loss": 9.0}, {"tokens": 20, "loss": 4.0}]
     alone: Any = SimpleNamespace(model="c", size="large")
     draw([*results, Result(alone, way, way[-1], 20, 1.0)], [*rows, late], Path(), "T", "a")
     labels = {text.get_text(): text.get_color() for text in drawn["results"].axes[3].texts}
@@ -78,6 +78,10 @@ def test_figures_show_curves_scaling_and_sources(monkeypatch: pytest.MonkeyPatch
     assert labels == colors
     assert set(labels) == {"A", "B", "C"}
     assert len(set(colors.values())) == 3
+    places = {text.get_text(): text.xyann[1] for text in drawn["results"].axes[3].texts}
+    to_axes = drawn["results"].axes[3].transData + drawn["results"].axes[3].transAxes.inverted()
+    ends = {line.get_label(): to_axes.transform(line.get_xydata()[-1])[1] for line in drawn["results"].axes[3].lines}
+    assert places == pytest.approx(ends, abs=0.05), "the labels are placed after the limits of the axis are set"
     band = drawn["results"].axes[2].collections[0].get_paths()[0].vertices[:, 1]
     low, high = drawn["results"].axes[2].get_ylim()
     assert low < band.min() < band.max() < high, "the band of the seeds is not clipped"
