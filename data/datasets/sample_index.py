@@ -11,6 +11,7 @@ stream: T + 1 tokens, with one token shared by neighbouring samples. The *shuffl
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,8 +98,8 @@ def cached_sample_index(
 ) -> tuple[SampleIndex, int]:
     """Return the index of a token file and its number of epochs, from the cache if it exists.
 
-    Raises ValueError for an unknown order, with ``reshuffle`` for a file with fewer tokens than one sample, and as
-    `selected_sequences`.
+    Raises ValueError for an unknown order, for an index larger than the memory of the machine, with ``reshuffle`` for a file with
+    fewer tokens than one sample, and as `selected_sequences`.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r} of the samples is unknown; allowed: {', '.join(ORDERS)}")
@@ -127,13 +128,17 @@ def cached_sample_index(
 
     def build() -> dict[str, NDArray]:
         make = build_sample_index if order == "neox" else build_reshuffled_index
-        try:
-            index = make(sizes, sequence_length, epochs, seed)
-        except (MemoryError, OverflowError, ValueError) as error:  # the last two of NumPy: more than it can address
+        needed, memory = (
+            4 * epochs * len(sizes) + 20 * num_samples,
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
+        if needed > memory:
             raise ValueError(
-                f"schedule.train_steps asks for {num_samples:,} samples, {epochs:,} epochs of {file.prefix}, whose index does "
-                "not fit into memory; set fewer steps, a smaller batch.global_batch_size, or train on more text"
-            ) from error
+                f"schedule.train_steps asks for {num_samples:,} samples, {epochs:,} epochs of {file.prefix}: their index takes "
+                f"{needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} GiB; set fewer steps, a smaller "
+                "batch.global_batch_size, or train on more text"
+            )
+        index = make(sizes, sequence_length, epochs, seed)
         return vars(index if selected is None else replace(index, document_index=selected[index.document_index]))
 
     return SampleIndex(**cached_arrays(cache_directory, "samples", made_from, build)), epochs

@@ -259,13 +259,15 @@ def test_sample_out_of_range_raises_index_error(tmp_path, number):
             dataset[number]
 
 
+@pytest.mark.parametrize("order", ["neox", "reshuffle"])
 @pytest.mark.parametrize("samples", [10**14, 10**20, 10**40])
-def test_index_larger_than_memory_is_refused(tmp_path, samples):
+def test_index_larger_than_memory_is_refused(tmp_path, samples, order):
     prefix = write(tmp_path / "x", [30])
     with pytest.raises(
-        ValueError, match=r"schedule.train_steps asks for 1[0,]* samples, .* epochs of .*; set fewer steps"
+        ValueError,
+        match=r"schedule.train_steps asks for 1[0,]* samples, .* epochs of .*: their index takes .* GiB, .*; set fewer steps",
     ):
-        CausalDataset(prefix, sequence_length=10, num_samples=samples, seed=0)
+        CausalDataset(prefix, sequence_length=10, num_samples=samples, seed=0, order=order)
 
 
 def test_settings_below_one(tmp_path):
