@@ -61,7 +61,13 @@ def find_start(config: CheckpointConfig, grid: Grid) -> StartPoint | None:
     Raises:
         CheckpointError: the checkpoint is missing or cannot be read.
     """
-    path, is_own, rolls_back = on_main(grid, lambda: _find(config))
+
+    def find() -> tuple[Path | None, bool, bool]:
+        if _effective_resume(config) == "never":
+            archive_all(Path(config.directory))
+        return _find(config)
+
+    path, is_own, rolls_back = on_main(grid, find)
     return StartPoint(path, is_own, rolls_back, on_all(grid, lambda: read_manifest(path))) if path else None
 
 
@@ -84,7 +90,6 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
     """Return the step folder, whether this run wrote it, and whether the run rolls back to it."""
     directory, resume = Path(config.directory), _effective_resume(config)
     if resume == "never":
-        archive_all(directory)
         return None, False, False
     if resume == "newest_readable":
         newest, problems = newest_verified(directory)
@@ -111,15 +116,12 @@ def check_start(
 
     shapes: of the model's parameters. Raises the errors of `find_start`, `check_length` and `check_shapes`.
     """
-    directory, resume = Path(config.directory), config.resume
-    if resume == "never":
+    path, is_own, rolls_back = _find(config)
+    if path is None:
         return None
-    source = newest_verified(directory)[0] if resume == "newest_readable" else _named_source(directory, resume)
-    if source is None:
-        return None
-    start = StartPoint(source, source.resolve().parent == directory.resolve(), False, read_manifest(source))
+    start = StartPoint(path, is_own, rolls_back, read_manifest(path))
     check_length(start, sequence_length)
-    check_shapes(shapes, start.manifest, source)
+    check_shapes(shapes, start.manifest, path)
     return start.manifest
 
 
