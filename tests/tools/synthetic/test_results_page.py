@@ -155,7 +155,7 @@ def test_other_runs_of_long_range_arena() -> None:
     assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
     grfa = run_of_lra("image", "lion_grfa")
     assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
-    short, long, best = (run for run in lines("lra") if run["model"] == "lion_complex")
+    short, long, shorter, best, wide = (run for run in lines("lra") if run["model"] == "lion_complex")
     metala = run_of_lra("image", "metala")
     for subject, run in (("it has", short), ("LION has", long), ("weight decay 0.5 it has", metala)):
         assert f"{subject} {100 * run['accuracy']:.1f} % after {run['epochs']} epochs" in PAGE
@@ -163,8 +163,11 @@ def test_other_runs_of_long_range_arena() -> None:
     assert "The training loss is {} epochs, S5's {}.".format(*losses) in PAGE
     assert "the test perplexity is {:.1f}, S5's {:.1f}.".format(long["perplexity"], s5["perplexity"]) in PAGE
     text = " ".join(PAGE.split())
-    assert f"the training loss is {best['loss']:.2f} after {best['epochs']} epochs and the test" in text
-    assert f"the test perplexity is {best['perplexity']:.1f}." in text
+    assert f"LION has {100 * shorter['accuracy']:.1f} % after {shorter['epochs']} epochs" in text
+    assert f"The training loss is {shorter['loss']:.2f} and the test perplexity is {shorter['perplexity']:.1f}." in text
+    assert f"With all {best['epochs']} epochs they are {best['loss']:.2f} and {best['perplexity']:.1f}." in text
+    assert wide["network"]["head_dim"] == 64
+    assert f"{wide['epochs']} epochs give {100 * wide['accuracy']:.1f} %" in text
     assert f"falls from 3.4 to {metala['perplexity']:.1f}. The training loss is {metala['loss']:.2f}," in text
     for name, run in (("S5", s5), ("LION, complex decays", best)):
         curve = ", ".join(f"{100 * value:.1f}" for value in run["history"][1::2])
