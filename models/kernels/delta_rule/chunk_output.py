@@ -30,14 +30,14 @@ def output_kernel(
     row, cv = tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
     t = start + row
     p = tl.load(scores + (bh.to(tl.int64) * N + n) * (C * C) + row[:, None] * C + row[None, :])
-    update = load(place(updates, bh, T, H, V), t, cv, end, H, V, BV, EVEN)
+    update = load(place(updates, bh, T, H, V), t, cv, end, H, V, EVEN)
     out = tl.dot(p, update, input_precision=PRECISION)
     for first in tl.static_range(0, K, BK):
         ck = first + tl.arange(0, BK)
-        query = load(place(q_start, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+        query = load(place(q_start, bh, T, H, K), t, ck, end, H, K, EVEN)
         state = _load_state(states, bh * N + n, ck, cv, K, V)
         out = tl.dot(query, state, out, input_precision=PRECISION)
-    store(place(o, bh, T, H, V), out, t, cv, end, H, V, BV, EVEN)
+    store(place(o, bh, T, H, V), out, t, cv, end, H, V, EVEN)
 
 
 @triton.jit
@@ -67,15 +67,15 @@ def value_gradient_kernel(
     d_a = tl.zeros([C, C], tl.float32)
     for first in tl.static_range(0, V, BV):
         d = first + tl.arange(0, BV)
-        update = load(updates, t, d, end, H, V, BV, EVEN)
-        grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
-        y = tl.dot(transposed, load(d_updates, t, d, end, H, V, BV, EVEN), input_precision=PRECISION)
-        d_strength += tl.sum(y * load(v, t, d, end, H, V, BV, EVEN).to(tl.float32), 1)
-        store(dv, y * strength[:, None], t, d, end, H, V, BV, EVEN)
+        update = load(updates, t, d, end, H, V, EVEN)
+        grad = load(do, t, d, end, H, V, EVEN).to(rounded)
+        y = tl.dot(transposed, load(d_updates, t, d, end, H, V, EVEN), input_precision=PRECISION)
+        d_strength += tl.sum(y * load(v, t, d, end, H, V, EVEN).to(tl.float32), 1)
+        store(dv, y * strength[:, None], t, d, end, H, V, EVEN)
         y = y.to(rounded)
         # Every thread has read its part of dN, which Y replaces.
         tl.debug_barrier()
-        store(d_updates, y, t, d, end, H, V, BV, EVEN)
+        store(d_updates, y, t, d, end, H, V, EVEN)
         d_p = tl.dot(grad, tl.trans(update), d_p, input_precision=PRECISION)
         d_a = tl.dot(y, tl.trans(update), d_a, input_precision=PRECISION)
     real = (t < end)[:, None]
@@ -118,13 +118,13 @@ def state_gradient_kernel(
         d_state = _load_state(d_states, bh * N + n, ck, d, K, V)
         total += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
         state, d_state = tl.trans(state), tl.trans(d_state)
-        grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
+        grad = load(do, t, d, end, H, V, EVEN).to(rounded)
         of_q = tl.dot(grad, state, of_q, input_precision=PRECISION)
-        of_reading = tl.dot(load(y, t, d, end, H, V, BV, EVEN), state, of_reading, input_precision=PRECISION)
-        of_end = tl.dot(load(updates, t, d, end, H, V, BV, EVEN), d_state, of_end, input_precision=PRECISION)
-    store(place(from_q, bh, T, H, K), of_q, t, ck, end, H, K, BK, EVEN)
-    store(place(from_reading, bh, T, H, K), of_reading, t, ck, end, H, K, BK, EVEN)
-    store(place(from_end, bh, T, H, K), of_end, t, ck, end, H, K, BK, EVEN)
+        of_reading = tl.dot(load(y, t, d, end, H, V, EVEN), state, of_reading, input_precision=PRECISION)
+        of_end = tl.dot(load(updates, t, d, end, H, V, EVEN), d_state, of_end, input_precision=PRECISION)
+    store(place(from_q, bh, T, H, K), of_q, t, ck, end, H, K, EVEN)
+    store(place(from_reading, bh, T, H, K), of_reading, t, ck, end, H, K, EVEN)
+    store(place(from_end, bh, T, H, K), of_end, t, ck, end, H, K, EVEN)
     tl.store(passing + (bh.to(tl.int64) * N + n) * K + ck, total, mask=ck < K)
 
 
@@ -181,14 +181,14 @@ def _gradient_of_block(
     row, ck = tl.arange(0, C), block * BK + tl.arange(0, BK)
     t = start + row
     real = t < end
-    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
-    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, EVEN)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, EVEN)
     strength = tl.load(place(beta, bh, T, H, 1) + t * H, mask=real, other=0.0).to(tl.float32)[:, None]
     b = place(b, bh, T, H, K if PER_CHANNEL else 1)
-    until, total = decay_and_total(b, start, end, t, ck, H, K, BK, PER_CHANNEL, EVEN)
-    d_q = load(place(from_q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    d_row = load(place(from_reading, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    d_column = load(place(from_end, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    until, total = decay_and_total(b, end, t, ck, H, K, PER_CHANNEL, EVEN)
+    d_q = load(place(from_q, bh, T, H, K), t, ck, end, H, K, EVEN).to(tl.float32)
+    d_row = load(place(from_reading, bh, T, H, K), t, ck, end, H, K, EVEN).to(tl.float32)
+    d_column = load(place(from_end, bh, T, H, K), t, ck, end, H, K, EVEN).to(tl.float32)
     square = chunk * (C * C) + row[:, None] * C + row[None, :]
     grown = tl.exp2(until)
     d_q *= grown * scale
@@ -219,8 +219,8 @@ def _gradient_of_block(
     d_strength = tl.sum(d_row * key.to(tl.float32), 1)
     d_row *= strength
     d_k = d_row + d_column
-    store(place(dq, bh, T, H, K), d_q, t, ck, end, H, K, BK, EVEN)
-    store(place(dk, bh, T, H, K), d_k, t, ck, end, H, K, BK, EVEN)
+    store(place(dq, bh, T, H, K), d_q, t, ck, end, H, K, EVEN)
+    store(place(dk, bh, T, H, K), d_k, t, ck, end, H, K, EVEN)
     d_beta += block * TOKENS
     tl.store(place(d_beta, bh, T, H, 1) + t * H, d_strength, mask=real)
     if GATE:
@@ -229,7 +229,7 @@ def _gradient_of_block(
     reached = tl.trans(load_triangle(triangle, C))
     d_decay = running_sum(d_decay, reached, True, exact) + d_total[None, :]
     if PER_CHANNEL:
-        given = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+        given = load(place(g, bh, T, H, K), t, ck, end, H, K, EVEN).to(tl.float32)
         if GATE:
             # Below `LIMIT` the gradient is below its rounding.
             rate, offset = rate_and_bias(a_log, bias, bh % H, ck, K)
@@ -239,7 +239,7 @@ def _gradient_of_block(
             tl.store(d_bias + part, tl.sum(d_decay, 0), mask=ck < K)
         else:
             d_decay = tl.where(given >= LIMIT, d_decay, 0.0)
-        store(place(dg, bh, T, H, K), d_decay, t, ck, end, H, K, BK, EVEN)
+        store(place(dg, bh, T, H, K), d_decay, t, ck, end, H, K, EVEN)
     else:
         limited = tl.load(place(g, bh, T, H, 1) + t * H, mask=real, other=0.0) >= LIMIT
         d_decay = tl.where(limited, tl.sum(d_decay, 1), 0.0)

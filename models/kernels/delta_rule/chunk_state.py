@@ -60,16 +60,16 @@ def states_forward_kernel(
         if not MAPS:
             tl.store(state_at(states, bh * N + n, ck, cv, V, K), before, mask=inside)
         t = start + row
-        reading = load(w, t, ck, end, H, K, BK, EVEN)
+        reading = load(w, t, ck, end, H, K, EVEN)
         update = -tl.dot(reading, before, input_precision=PRECISION)
         if MAPS:
-            update += tl.where(of_matrix == 1, 0.0, load(u, t, cv, end, H, V, BV, False).to(tl.float32))
+            update += tl.where(of_matrix == 1, 0.0, load(u, t, cv, end, H, V, False).to(tl.float32))
         else:
-            update += load(u, t, cv, end, H, V, BV, EVEN)
+            update += load(u, t, cv, end, H, V, EVEN)
         update = update.to(rounded)
         if not MAPS:
-            store(updates, update, t, cv, end, H, V, BV, EVEN)
-        key = load(k_end, t, ck, end, H, K, BK, EVEN, True)
+            store(updates, update, t, cv, end, H, V, EVEN)
+        key = load(k_end, t, ck, end, H, K, EVEN, True)
         state = tl.dot(key, update, state * _total(b, end, ck, H, K, PER_CHANNEL), input_precision=PRECISION)
         if PACKED and LEAVE:
             tl.store(state_at(leave, at, ck, cv, V, K), state, mask=inside & ((flags & 2) != 0))
@@ -122,17 +122,17 @@ def states_backward_kernel(
         if not MAPS:
             tl.store(state_at(d_states, bh * N + n, ck, cv, V, K), after, mask=inside)
         t = start + row
-        grad = load(do, t, cv, end, H, V, BV, EVEN)
+        grad = load(do, t, cv, end, H, V, EVEN)
         # P^T, read transposed: a transposed accumulator is compiled wrongly on Hopper by Triton 3.4 to 3.7.0.
         p = tl.load(scores + (bh.to(tl.int64) * N + n) * (C * C) + row[None, :] * C + row[:, None])
         update = tl.dot(p, grad.to(rounded), input_precision=PRECISION)
-        update = tl.dot(load(k_end, t, ck, end, H, K, BK, EVEN), after, update, input_precision=PRECISION).to(rounded)
+        update = tl.dot(load(k_end, t, ck, end, H, K, EVEN), after, update, input_precision=PRECISION).to(rounded)
         if not MAPS:
-            store(d_updates, update, t, cv, end, H, V, BV, EVEN)
+            store(d_updates, update, t, cv, end, H, V, EVEN)
         state *= _total(b, end, ck, H, K, PER_CHANNEL)
-        query = load(q_start, t, ck, end, H, K, BK, EVEN, True)
+        query = load(q_start, t, ck, end, H, K, EVEN, True)
         state = tl.dot(query, grad.to(rounded), state, input_precision=PRECISION)
-        reading = -load(w, t, ck, end, H, K, BK, EVEN, True)
+        reading = -load(w, t, ck, end, H, K, EVEN, True)
         state = tl.dot(reading, update, state, input_precision=PRECISION)
         if PACKED and LEAVE:
             tl.store(state_at(leave, at, ck, cv, V, K), state, mask=inside & ((flags & 1) != 0))

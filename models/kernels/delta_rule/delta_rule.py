@@ -336,7 +336,7 @@ def _launches(case: DeltaRuleCase) -> dict[str, Launch]:
             case.segments > 0, num_warps=1,
         )
         if case.per_channel
-        else Launch(head_decay_kernel, per_chunk, *sizes, CHUNK, case.segments > 0, num_warps=1),
+        else Launch(head_decay_kernel, per_chunk, case.length, case.heads, CHUNK, case.segments > 0, num_warps=1),
         "scores": Launch(
             scores_kernel, per_chunk, *sizes, case.scale, case.dim_k, _TILE, CHUNK, blocks, case.per_channel, *flags,
             num_warps=8, num_stages=1, maxnreg=128,

@@ -25,7 +25,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def head_decay_kernel(g, b, table, T, H: tl.constexpr, N, C: tl.constexpr, PACKED: tl.constexpr):
+def head_decay_kernel(g, b, table, T, H: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr):
     """Write b: [batch, length, heads] float32, sums over the tokens of a chunk up to each, to base 2."""
     n, bh = tl.program_id(0), tl.program_id(1)
     start, end = chunk_of(table, n, T, C, PACKED)
@@ -141,10 +141,10 @@ def scores_kernel(
         p = tl.zeros([C, C], tl.float32)
         for first in range(0, K, BK):
             d = first + tl.arange(0, BK)
-            key = load(k, t, d, end, H, K, BK, EVEN)
-            query = load(q, t, d, end, H, K, BK, EVEN)
+            key = load(k, t, d, end, H, K, EVEN)
+            query = load(q, t, d, end, H, K, EVEN)
             if PER_CHANNEL:
-                until, total = decay_and_total(b, start, end, t, d, H, K, BK, PER_CHANNEL, EVEN)
+                until, total = decay_and_total(b, end, t, d, H, K, PER_CHANNEL, EVEN)
                 rows, columns = level_factors(b, until, total, level, last, start, end, d, row, H, K, C)
                 keys = tl.trans((key * columns).to(rounded))
                 a = tl.dot((key.to(tl.float32) * strength * rows).to(rounded), keys, a, input_precision=PRECISION)
@@ -235,38 +235,27 @@ def wy_kernel(
     solved = tl.load(inverse + (bh.to(tl.int64) * N + n) * (C * C) + row[:, None] * C + row[None, :])
     for first in range(0, K, BK):
         d = first + tl.arange(0, BK)
-        key = load(k, t, d, end, H, K, BK, EVEN).to(tl.float32)
-        until, total = decay_and_total(b, start, end, t, d, H, K, BK, PER_CHANNEL, EVEN)
+        key = load(k, t, d, end, H, K, EVEN).to(tl.float32)
+        until, total = decay_and_total(b, end, t, d, H, K, PER_CHANNEL, EVEN)
         grown = tl.exp2(until)
         tile = tl.dot(solved, (key * strength * grown).to(rounded), input_precision=PRECISION)
-        store(w, tile, t, d, end, H, K, BK, EVEN)
-        store(k_end, key * tl.exp2(total - until), t, d, end, H, K, BK, EVEN)
-        query = load(q, t, d, end, H, K, BK, EVEN).to(tl.float32)
-        store(q_start, query * grown * scale, t, d, end, H, K, BK, EVEN)
+        store(w, tile, t, d, end, H, K, EVEN)
+        store(k_end, key * tl.exp2(total - until), t, d, end, H, K, EVEN)
+        query = load(q, t, d, end, H, K, EVEN).to(tl.float32)
+        store(q_start, query * grown * scale, t, d, end, H, K, EVEN)
     for first in range(0, V, BV):
         d = first + tl.arange(0, BV)
-        value = load(v, t, d, end, H, V, BV, EVEN).to(tl.float32)
+        value = load(v, t, d, end, H, V, EVEN).to(tl.float32)
         tile = tl.dot(solved, (value * strength).to(rounded), input_precision=PRECISION)
-        store(u, tile, t, d, end, H, V, BV, EVEN)
+        store(u, tile, t, d, end, H, V, EVEN)
 
 
 @triton.jit
-def decay_and_total(
-    b,
-    start,
-    end,
-    t,
-    d,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+def decay_and_total(b, end, t, d, H: tl.constexpr, K: tl.constexpr, PER_CHANNEL: tl.constexpr, EVEN: tl.constexpr):
     """Return b [C, BK or 1] and B [1, BK or 1] of a chunk. For tokens behind its end b is B."""
     if PER_CHANNEL:
         total = tl.load(b + (end - 1) * (H * K) + d, mask=d < K, other=0.0)[None, :]
-        until = load(b, t, d, end, H, K, BK, EVEN)
+        until = load(b, t, d, end, H, K, EVEN)
     else:
         total = tl.load(b + (end - 1) * H + d * 0)[None, :]
         until = tl.load(b + t * H, mask=t < end, other=0.0)[:, None] + d[None, :] * 0.0

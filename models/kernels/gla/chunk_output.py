@@ -53,12 +53,12 @@ def chunk_output_forward_kernel(
         return
     t = start + row
     # All loads come first, because a load between two matmuls does not overlap with them. Those with a change of layout are last.
-    decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    decay = load(place(g, bh, T, H, K), t, ck, end, H, K, EVEN)
     triangle_tile = load_triangle(triangle, C)
-    value = load(place(v, bh, T, H, V), t, cv, end, H, V, BV, EVEN).to(rounded)
+    value = load(place(v, bh, T, H, V), t, cv, end, H, V, EVEN).to(rounded)
     state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
-    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, EVEN).to(tl.float32)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, EVEN).to(tl.float32)
     until = running_sum(clamp_to_base_2(decay), triangle_tile, False, exact)
     total = tl.sum(tl.where((row == C - 1)[:, None], until, 0.0), 0)
     fits = (tl.min(total, 0) >= -MATMUL_LIMIT).to(tl.int32)
@@ -71,7 +71,7 @@ def chunk_output_forward_kernel(
     a = tl.where((row[:, None] >= row[None, :]) & (fits == 1), a, 0.0).to(rounded)
     out = tl.dot(from_start, state, input_precision=PRECISION)
     out = tl.dot(a, value, out, input_precision=PRECISION) * scale
-    store(place(o, bh, T, H, V), out, t, cv, end, H, V, BV, EVEN)
+    store(place(o, bh, T, H, V), out, t, cv, end, H, V, EVEN)
     tl.store(needs_exact + bh * N + n, 1 - fits)
 
 
@@ -94,14 +94,14 @@ def chunk_output_backward_kernel(
         return
     t = start + row
     # Loads come first, as in the forward kernel.
-    decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    decay = load(place(g, bh, T, H, K), t, ck, end, H, K, EVEN)
     triangle_tile = load_triangle(triangle, C)
-    value = load(v, t, cv, end, H, V, BV, EVEN).to(rounded)
-    grad = load(do, t, cv, end, H, V, BV, EVEN).to(rounded)
+    value = load(v, t, cv, end, H, V, EVEN).to(rounded)
+    grad = load(do, t, cv, end, H, V, EVEN).to(rounded)
     d_state = _load_state(d_states, bh * N + n, ck, cv, K, V, EVEN)
     state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
-    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, EVEN).to(tl.float32)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, EVEN).to(tl.float32)
     decay = clamp_to_base_2(decay)
     passing = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
 
@@ -157,14 +157,14 @@ def chunk_output_backward_kernel(
         if fits == 1:
             # Load dk from the cache, where this program stored it: it does not fit in registers until here.
             tl.debug_barrier()
-            decay = clamp_to_base_2(load(place(g, bh, T, H, K), t + zero, ck, end, H, K, BK, EVEN))
+            decay = clamp_to_base_2(load(place(g, bh, T, H, K), t + zero, ck, end, H, K, EVEN))
             d_key = load_strided(dk, t + zero, ck, end, STRIDE_K, K, EVEN).to(tl.float32)
             store_strided(dk, logit_gradient(d_decay, d_key, decay), t + zero, ck, end, STRIDE_K, K, EVEN)
         else:
             # `exact_form.py` completes them.
-            store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
+            store(dg, d_decay, t, ck, end, H, K, EVEN)
     else:
-        store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
+        store(dg, d_decay, t, ck, end, H, K, EVEN)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def chunk_states_kernel(
         else:
             tl.store(address, state.to(states.dtype.element_ty), mask=inside)
         t = start + row
-        decay = clamp_to_base_2(load(g, t, ck, end, H, K, BK, EVEN, True))
+        decay = clamp_to_base_2(load(g, t, ck, end, H, K, EVEN, True))
         total = tl.sum(decay, 1)
         if exact:
             exponent = tl.cumsum(decay, 1) if BACKWARD else tl.cumsum(decay, 1, reverse=True) - decay
@@ -63,8 +63,8 @@ def chunk_states_kernel(
             high, low = split_float32(decay)
             exponent = tl.dot(low, triangle_tile, tl.dot(high, triangle_tile))
         weight = tl.exp2(exponent) * scale
-        weighted = (load(x, t, ck, end, H, K, BK, EVEN, True).to(tl.float32) * weight).to(rounded)
-        value = load(y, t, cv, end, H, V, BV, EVEN).to(rounded)
+        weighted = (load(x, t, ck, end, H, K, EVEN, True).to(tl.float32) * weight).to(rounded)
+        value = load(y, t, cv, end, H, V, EVEN).to(rounded)
         state = tl.dot(weighted, value, state * tl.exp2(total)[:, None], input_precision=PRECISION)
         if CUT:
             place_of = between + (bh * N + n) * ((1 + PACKED) * K) + ck

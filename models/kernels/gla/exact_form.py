@@ -23,9 +23,9 @@ from .tiles import (
 
 
 @triton.jit
-def _next(decay, g, t, row, offset, ck, end, H, K: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
+def _next(decay, g, t, row, offset, ck, end, H, K: tl.constexpr, SUB: tl.constexpr):
     """Return the sums over j < t <= i, j the token `offset` of i's block, from those of the token after j."""
-    later = load(g, t - row % SUB + offset + 1, ck, end, H, K, BK, False)
+    later = load(g, t - row % SUB + offset + 1, ck, end, H, K, False)
     return decay + tl.where((row % SUB > offset)[:, None], clamp_to_base_2(later), 0.0)
 
 
@@ -82,9 +82,9 @@ def _forward_of(
     v, o = place(v, bh, T, H, V), place(o, bh, T, H, V)
     start, end = chunk_of(table, n, T, C, PACKED)
     t = start + row
-    query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
-    key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
-    decay = clamp_to_base_2(load(g, t, ck, end, H, K, BK, False))
+    query = load(q, t, ck, end, H, K, False).to(tl.float32) * scale
+    key = load(k, t, ck, end, H, K, False).to(tl.float32)
+    decay = clamp_to_base_2(load(g, t, ck, end, H, K, False))
     near, least = _blocks(decay, C, BK, SUB)
     a = tl.zeros([C, C], tl.float32)
     if least >= -MATMUL_LIMIT:
@@ -95,8 +95,8 @@ def _forward_of(
         between = tl.zeros([C, BK], tl.float32)
         for step in range(0, SUB):
             offset = SUB - 1 - step
-            between = _next(between, g, t, row, offset, ck, end, H, K, BK, SUB)
-            other = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
+            between = _next(between, g, t, row, offset, ck, end, H, K, SUB)
+            other = load(k, t - row % SUB + offset, ck, end, H, K, False).to(tl.float32)
             score = tl.sum(query * other * tl.exp2(between), 1)
             column = row - row % SUB + offset
             a = tl.where((row[None, :] == column[:, None]) & (row >= column)[:, None], score[:, None], a)
@@ -104,10 +104,10 @@ def _forward_of(
     for block in range(1, C // SUB):
         near_q, near_k, _growth, _shrink = _across_blocks(query, key, until, decay, row, block, SUB)
         a += tl.dot(near_q.to(rounded), tl.trans(near_k.to(rounded)), input_precision=PRECISION)
-    value = load(v, t, cv, end, H, V, BV, False).to(rounded)
-    out = load(o, t, cv, end, H, V, BV, False).to(tl.float32)
+    value = load(v, t, cv, end, H, V, False).to(rounded)
+    out = load(o, t, cv, end, H, V, False).to(tl.float32)
     out = tl.dot(a.to(rounded), value, out, input_precision=PRECISION)
-    store(o, out, t, cv, end, H, V, BV, False)
+    store(o, out, t, cv, end, H, V, False)
 
 
 @triton.jit
@@ -142,12 +142,12 @@ def _backward_of(
     dv, dg = place_strided(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
     start, end = chunk_of(table, n, T, C, PACKED)
     t = start + row
-    grad = load(do, t, cv, end, H, V, BV, False).to(rounded)
-    value = load(v, t, cv, end, H, V, BV, False).to(rounded)
+    grad = load(do, t, cv, end, H, V, False).to(rounded)
+    value = load(v, t, cv, end, H, V, False).to(rounded)
     da = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
-    query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
-    key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
-    raw = load(g, t, ck, end, H, K, BK, False)
+    query = load(q, t, ck, end, H, K, False).to(tl.float32) * scale
+    key = load(k, t, ck, end, H, K, False).to(tl.float32)
+    raw = load(g, t, ck, end, H, K, False)
     decay = clamp_to_base_2(raw)
     near, least = _blocks(decay, C, BK, SUB)
     a = tl.zeros([C, C], tl.float32)
@@ -170,8 +170,8 @@ def _backward_of(
         between = tl.zeros([C, BK], tl.float32)
         for step in range(0, SUB):
             offset = SUB - 1 - step
-            between = _next(between, g, t, row, offset, ck, end, H, K, BK, SUB)
-            other = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
+            between = _next(between, g, t, row, offset, ck, end, H, K, SUB)
+            other = load(k, t - row % SUB + offset, ck, end, H, K, False).to(tl.float32)
             column = row - row % SUB + offset
             seen = (row[None, :] == column[:, None]) & (row >= column)[:, None]
             factor = tl.exp2(between)
@@ -195,12 +195,12 @@ def _backward_of(
         d_across = tl.trans(tl.dot(tl.trans(near_q), da_across, input_precision=PRECISION))
         d_decay -= near_k.to(tl.float32) * d_across
         d_key += d_across * shrink
-    grad = load(do, t, cv, end, H, V, BV, False).to(rounded)
+    grad = load(do, t, cv, end, H, V, False).to(rounded)
     d_value = tl.trans(tl.dot(tl.trans(grad), a.to(rounded), input_precision=PRECISION))
     d_value += load_strided(dv, t, cv, end, STRIDE_V, V, False).to(tl.float32)
     store_strided(dv, d_value, t, cv, end, STRIDE_V, V, False)
     d_decay = tl.cumsum(d_decay, 0, reverse=True)
-    d_decay += load(dg, t, ck, end, H, K, BK, False)
+    d_decay += load(dg, t, ck, end, H, K, False)
     d_decay = tl.where(raw < -80.0, 0.0, d_decay)
     d_query *= scale
     if LAYER:
@@ -215,4 +215,4 @@ def _backward_of(
         store_strided(dk, logit_gradient(d_decay, d_key, decay), t, ck, end, STRIDE_K, K, False)
     else:
         store_strided(dk, d_key, t, ck, end, STRIDE_K, K, False)
-        store(dg, d_decay, t, ck, end, H, K, BK, False)
+        store(dg, d_decay, t, ck, end, H, K, False)

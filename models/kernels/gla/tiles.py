@@ -58,7 +58,7 @@ def place_strided(x, bh, T, H, D, STRIDE):
 
 
 @triton.jit
-def load(x, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, COLUMNS: tl.constexpr = False):
+def load(x, t, d, end, H, D: tl.constexpr, EVEN: tl.constexpr, COLUMNS: tl.constexpr = False):
     """Load a tile [tokens, channels], or with COLUMNS [channels, tokens], at tokens t and channels d; 0 outside."""
     if COLUMNS:
         address, mask = x + t[None, :] * (H * D) + d[:, None], (t < end)[None, :] & (d < D)[:, None]
@@ -70,7 +70,7 @@ def load(x, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
 
 
 @triton.jit
-def store(x, value, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+def store(x, value, t, d, end, H, D: tl.constexpr, EVEN: tl.constexpr):
     store_strided(x, value, t, d, end, H * D, D, EVEN)
 
 

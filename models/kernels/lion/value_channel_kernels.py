@@ -84,7 +84,7 @@ def output_kernel(
     value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV).to(tl.float32)
     weight = tl.full([C, BV], 1.0, tl.float32)
     out, change, total, total_change = _both_sides(
-        query, key, value, weight, base(b, bh, T, H, V), states, bh, n, t, ck, cv, T, N, H, K, V, BK, BV, C,
+        query, key, value, weight, base(b, bh, T, H, V), states, bh, n, t, ck, cv, T, N, H, K, V, BV, C,
         LEVELS, PARTS, PRECISION,
     )  # fmt: skip
     if PARTS == 2:
@@ -112,7 +112,7 @@ def value_gradient_kernel(
     key = load_rows(base(k, bh, T, H, K), t, ck, T, H, K, BK)
     grad, weight = _gradients(dy, y, r, bh, t, cv, T, H, V, BV, PARTS)
     d_value, change, _, weight_change = _both_sides(
-        key, query, grad, weight, base(b, bh, T, H, V), d_states, bh, n, t, ck, cv, T, N, H, K, V, BK, BV, C,
+        key, query, grad, weight, base(b, bh, T, H, V), d_states, bh, n, t, ck, cv, T, N, H, K, V, BV, C,
         LEVELS, PARTS, PRECISION,
     )  # fmt: skip
     store_rows(base(dv, bh, T, H, V), d_value, t, cv, T, H, V, BV)
@@ -196,7 +196,7 @@ def score_gradient_kernel(
 @triton.jit
 def _both_sides(
     x, y, u, w, b, states, bh, n, t, ck, cv, T, N, H: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the sum over all tokens and that over the left minus that over the right, of u and (with two parts) of w.
