@@ -21,6 +21,7 @@ from tests.cli.test_resume import copy_stopped_run
 from tests.made_images import CLASSES, encoded, picture, write_folder, write_parquet
 from tools import finetune_glue, generate, image_sizes, inspect_data, masked_forms
 from tools.length import __main__ as length
+from tools.planning import dry_run
 from tools.pretraining import images as pretraining
 
 
@@ -193,6 +194,12 @@ def test_dry_run_refuses_the_columns_and_classes_that_a_start_refuses(arguments,
     assert train.main([*arguments(), "--dry-run"]) == 0
     assert train.main([*arguments(**changes), "--dry-run"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sample_of_a_dry_run_on_a_cpu_is_a_whole_image(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(dry_run, "CPU_TOKENS", 3)
+    assert train.main([*arguments(), "--dry-run"]) == 0
+    assert "sample       4 tokens forward and backward" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from tools.loading.model import parameter_shapes
 from tools.loading.token_data import check_data
 from tools.planning.estimate import layer_flops, memory_of
 
-CPU_TOKENS = 128  # longest sample on a CPU: a model of 1.4B parameters then takes seconds
+CPU_TOKENS = 128  # longest sample of text on a CPU: a model of 1.4B parameters then takes seconds
 
 _print = partial(print, flush=True)
 
@@ -74,7 +74,9 @@ def dry_run(config: Config[ModelConfig]) -> int:
     flops = 3 * sum(layer_flops(config))
     _print(f"compute      {_scaled(flops)}FLOP per token forward and backward, {_scaled(flops * tokens)}FLOP in total")
 
-    length = batch.sequence_length if device.type == "cuda" else min(CPU_TOKENS, batch.sequence_length)
+    length = batch.sequence_length
+    if device.type != "cuda" and not model.tokens_per_image:  # an image is read as a whole
+        length = min(CPU_TOKENS, length)
     dtype = sample_dtype = config.precision.dtype
     if dtype == "auto" or (device.type == "cpu" and dtype != "fp32"):
         sample_dtype = faster_dtype(device, model.hidden_size, length)
