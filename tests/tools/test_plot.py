@@ -150,7 +150,7 @@ def test_loss_of_image_classifiers_is_per_image_and_scores_without_average_are_n
 ) -> None:
     for name in ("a", "b"):
         metrics = MetricsLogger(tmp_path / name, total_steps=1, progress_bar=False)
-        metrics.log(1, {"loss": 2.0, "tokens": 64})
+        metrics.log(1, {"loss": 2.0, "tokens": 64, "images_per_second": 4.0})
         metrics.log(1, {"loss": 2.0, "top5_accuracy": 0.5, "tokens": 64}, kind="validation")
         metrics.log(1, {"s/x": 40.0}, kind="evaluation")
         metrics.close()
@@ -204,16 +204,18 @@ def test_token_axis_follows_the_steps(tmp_path: Path, figures: list[Any]) -> Non
         assert top.get_xlim() == pytest.approx((-1000, tokens))
 
 
-def test_upper_axis_of_an_image_classifier_counts_images(tmp_path: Path, figures: list[Any]) -> None:
+def test_loss_figure_of_an_image_classifier_names_images(tmp_path: Path, figures: list[Any]) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=4, progress_bar=False)
     for step in range(1, 5):
         speed = {"tokens_per_second": 6400.2, "images_per_second": 100.0}
-        metrics.log(step, {"loss": 2.0, "tokens": 640 * step, **speed})
+        metrics.log(step, {"loss": 2.0, "accuracy": 0.5, "tokens": 640 * step, **speed})
     metrics.close()
     plot_loss(tmp_path)
     axes = figures[0].axes[0]
     (top,) = axes.child_axes
     assert top.get_xlabel() == "images"
+    assert axes.get_ylabel() == "loss (nats per image)", "before the first validation too"
+    assert figures[0].axes[1].get_title(loc="left") == "top-1 accuracy"
     axes.set_xlim(0, 4)
     figures[0].draw_without_rendering()
     assert top.get_xlim() == pytest.approx((0, 40))

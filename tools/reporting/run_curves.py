@@ -61,17 +61,17 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def plot_loss(run: Path, *, baseline: float | None = None) -> Path:
     """Plot the loss of one run against steps, with tokens or images on the upper axis, to `run/loss.png`.
 
-    For a masked model a second panel shows the accuracy. baseline: accuracy of the unigram model, drawn as a dotted line.
-    Raises FileNotFoundError and ValueError as `read_run`.
+    A second panel shows the accuracy, which masked models and image classifiers log. baseline: accuracy of the unigram
+    model, drawn as a dotted line. Raises FileNotFoundError and ValueError as `read_run`.
     """
     from scipy.interpolate import make_interp_spline
 
     data = read_run(run)
     out = run / "loss.png"
-    masked = any("accuracy" in line for line in data.train)
-    with saved_figure(out, 1, 1 + masked, squeeze=False) as (_, panels):
+    has_accuracy = any("accuracy" in line for line in data.train)
+    with saved_figure(out, 1, 1 + has_accuracy, squeeze=False) as (_, panels):
         axes = panels[0, 0]
-        if masked:
+        if has_accuracy:
             _draw_accuracy(panels[0, 1], data, baseline)
         _draw_loss(axes, data, COLORS[0], "step", faint=0.25)
         _limit_loss(axes, [data])
@@ -79,7 +79,7 @@ def plot_loss(run: Path, *, baseline: float | None = None) -> Path:
         steps, tokens = (np.concatenate([[0.0], column(data.train, key)]) for key in ("step", "tokens"))
         if (np.diff(tokens) > 0).all() and (np.diff(steps) > 0).all():
             last, unit = data.train[-1], "tokens"
-            if "images_per_second" in last:
+            if _classifies(data):
                 unit, tokens = "images", tokens / round(last["tokens_per_second"] / last["images_per_second"])
             # Lines through the points, which continue at both ends.
             ways = [make_interp_spline(x, y, k=1) for x, y in ((steps, tokens), (tokens, steps))]
@@ -201,7 +201,7 @@ def _draw_accuracy(axes: Any, run: Run, baseline: float | None) -> None:
 
 def _classifies(run: Run) -> bool:
     """Return whether the run trained an image classifier."""
-    return any("top5_accuracy" in line for line in run.validation)
+    return "images_per_second" in run.train[-1]
 
 
 def _loss_label(runs: Sequence[Run]) -> str:
