@@ -86,6 +86,11 @@ def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def needed_vocab_size(tokenizer: Tokenizer, *, masked: bool) -> int:
+    """Return the number of ids that a model reads: those of its tokenizer and, in a masked model, the mask token."""
+    return max(tokenizer.vocab_size, tokenizer.mask_id + 1) if masked else tokenizer.vocab_size
+
+
 class ByteTokenizer:
     """Encode text as UTF-8 bytes; id 256 ends a document."""
 

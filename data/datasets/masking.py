@@ -64,9 +64,15 @@ class Masking:
 
 def masking_for(tokenizer: Tokenizer, rate: float, whole_word: bool = False) -> Masking:
     """Return the masking for the vocabulary of a tokenizer."""
+    joined = word_continuations(tokenizer) if whole_word else None
+    return Masking(rate, tokenizer.mask_id, ordinary_ids(tokenizer), joined)
+
+
+def ordinary_ids(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+    """Return for every id whether it can be masked, bool [vocab]: False for special tokens."""
     ordinary = np.ones(tokenizer.vocab_size, bool)
     ordinary[[i for i in tokenizer.special_ids if i < tokenizer.vocab_size]] = False
-    return Masking(rate, tokenizer.mask_id, ordinary, word_continuations(tokenizer) if whole_word else None)
+    return ordinary
 
 
 def word_numbers(

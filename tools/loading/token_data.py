@@ -12,7 +12,7 @@ from data.datasets.sample_index import selected_sequences
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, read_manifest
 from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
-from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
+from data.tokenizer import Tokenizer, load_tokenizer, needed_vocab_size, padded_vocab_size
 from megatron_lite.config.data_schema import DataConfig
 
 _CORPUS_KEYS = {"corpus", "tokenizer", "text_key", "source_key", "validation_fraction"}  # of the section `data`
@@ -133,7 +133,7 @@ def check_data(data: DataConfig, vocab_size: int, sequence_length: int) -> None:
 
 
 def _check_vocab_size(data: DataConfig, vocab_size: int, tokenizer: Tokenizer, path: Path | str | None) -> None:
-    needed = max(tokenizer.vocab_size, tokenizer.mask_id + 1) if data.objective == "masked" else tokenizer.vocab_size
+    needed = needed_vocab_size(tokenizer, masked=data.objective == "masked")
     if needed > vocab_size:
         entries = f"{tokenizer.vocab_size} entries" + (" and a mask token" if needed > tokenizer.vocab_size else "")
         raise ValueError(

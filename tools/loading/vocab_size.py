@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.tokenizer import load_tokenizer, padded_vocab_size
+from data.tokenizer import load_tokenizer, needed_vocab_size, padded_vocab_size
 from megatron_lite.config.data_schema import TokenizerConfig
 from megatron_lite.config.files import read_sources
 
@@ -31,7 +31,5 @@ def vocabulary_override(files: Sequence[str | Path], overrides: Sequence[str]) -
     if kind == "sentencepiece" and path is None:
         entries = settings.get("vocab_size") or TokenizerConfig().vocab_size
     else:
-        tokenizer = load_tokenizer(kind, path)
-        masked = data.get("objective") == "masked"
-        entries = max(tokenizer.vocab_size, tokenizer.mask_id + 1) if masked else tokenizer.vocab_size
+        entries = needed_vocab_size(load_tokenizer(kind, path), masked=data.get("objective") == "masked")
     return [f"model.vocab_size={padded_vocab_size(entries)}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from data.datasets.masking import ordinary_ids
 from data.indexed import IndexedTokens
 from data.tokenizer import Tokenizer
 
@@ -21,8 +22,7 @@ def unigram_baseline(train: str, validation: str, tokenizer: Tokenizer) -> dict[
         accuracy: share of the most frequent training token in the validation text. loss: nats per token under the training
         frequencies with add-one smoothing. Both are NaN if the validation text holds only special tokens.
     """
-    ordinary = np.ones(tokenizer.vocab_size, bool)
-    ordinary[[i for i in tokenizer.special_ids if i < tokenizer.vocab_size]] = False
+    ordinary = ordinary_ids(tokenizer)
     training, target = (_counts(prefix, tokenizer.vocab_size) * ordinary for prefix in (train, validation))
     total = float(target.sum())
     if not total:
