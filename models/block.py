@@ -87,10 +87,10 @@ class Block(nn.Module):
             normed, hidden = self.norm2(x), x + mixed
         else:
             normed, hidden = self.norm2(x, mixed, return_sum=True)
-        wide, new_state = self.mlp(normed, **(context or {})), {}
-        if isinstance(wide, tuple):
-            wide, new_state = wide
-        y = hidden + wide
+        output, new_state = self.mlp(normed, **(context or {})), {}
+        if isinstance(output, tuple):
+            output, new_state = output
+        y = hidden + output
         return y if values is None else torch.cat([y, values], -1), new_state
 
     def _check_context_parallel(self, with_state: bool) -> None:

@@ -34,6 +34,6 @@ def swiglu_backward_rows(dy: Tensor, gate_up: Tensor) -> Quantized:
         kernels.swiglu_backward_rows(dy, gate_up, *out)
     elif dy.is_cpu:
         gate, up = gate_up.float().chunk(2, 1)
-        wide, s = dy.float(), torch.sigmoid(gate)
-        write_rows(out, wide * up * s * (1 + gate * (1 - s)), wide * gate * s)
+        dy, s = dy.float(), torch.sigmoid(gate)
+        write_rows(out, dy * up * s * (1 + gate * (1 - s)), dy * gate * s)
     return out
