@@ -75,8 +75,8 @@ def fuzzy_recall(
     """Return in-context recall with keys and values of 1 to `motif` distinct tokens; test keys have exactly `motif` tokens.
 
     The last pair occurred before. Rows are padded on the left to `length` tokens with the highest id. The test labels are the
-    values whose key occurred before. Raises ValueError if the vocabulary is too small for a motif, or the length for three
-    pairs.
+    values whose key occurred before. Raises ValueError if the vocabulary is too small for a motif, the length for three pairs,
+    or 64 bits for the keys.
     """
     num_keys = (vocabulary - 1) // 2
     if motif > num_keys or length <= 6 * motif:
@@ -84,6 +84,8 @@ def fuzzy_recall(
             f"motif = {motif}: at most the number of key ids is allowed ({num_keys} with vocabulary {vocabulary}), and length "
             f"{length} must be more than {6 * motif}"
         )
+    if (num_keys + 1) ** motif > 2**63:
+        raise ValueError(f"vocabulary {vocabulary} with motif = {motif}: keys exceed 64 bits; lower one of them")
     generator = np.random.default_rng(seed)
 
     def draw(sizes: Numbers, first: int, count: int) -> Numbers:
@@ -106,7 +108,7 @@ def fuzzy_recall(
     end = np.zeros(examples, np.int64)
     last_shown = np.zeros(examples, bool)
     # All pairs so far: the key as one number, and the value.
-    codes = np.empty((examples, length // 2), np.int32)
+    codes = np.empty((examples, length // 2), np.int64)
     values = np.empty((examples, length // 2, motif), np.int64)
     for count in range(length // 2):
         if not (going := end < limit).any():

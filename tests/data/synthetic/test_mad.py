@@ -131,6 +131,14 @@ def test_fuzzy_recall(seed: int, vocabulary: int, length: int, training: bool) -
         assert expected[-1] == row[-1], "the last key was shown"
 
 
+def test_fuzzy_keys_of_more_than_32_bits_are_told_apart() -> None:
+    """Draw keys that mostly occur once: 255 ids, four of them per key."""
+    labels = TASKS["fuzzy_recall"](1, vocabulary=512, motif=4, seed=0, training=False).labels
+    answered = np.flatnonzero(labels[0] != UNLABELLED)
+    assert 1 <= len(answered) <= 4, "only the last pair repeats a key"
+    assert (np.diff(answered) == 1).all()
+
+
 def test_fuzzy_keys_have_every_length() -> None:
     rows = whole(TASKS["fuzzy_recall"](300, seed=1))
     sizes = [len(ids) for row in rows for is_key, _, ids in runs(row[row != 15], 7) if is_key]
@@ -203,6 +211,7 @@ def test_a_seed_is_a_data_set() -> None:
         ("noisy_recall", {"noise": 0.2}, "set noise_vocabulary"),
         ("fuzzy_recall", {"vocabulary": 5}, "2 with vocabulary 5"),
         ("fuzzy_recall", {"length": 18}, "more than 18"),
+        ("fuzzy_recall", {"vocabulary": 514, "motif": 8}, "keys exceed 64 bits"),
         ("selective_copying", {"length": 33}, "more than 2 x copied"),
         ("selective_copying", {"vocabulary": 2}, "vocabulary: 2 ids; at least 3 are required"),
         ("memorization", {"vocabulary": 2}, "at least 3"),
