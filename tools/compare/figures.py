@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.compare.results import Result, Row, accuracy_label, ranked
+from tools.compare.results import Result, Row, accuracy_label, loss_label, ranked
 from tools.reporting.style import GRAY, label_lines, log_axes, plain_number, saved_figure, series_style
 
 
@@ -33,9 +33,9 @@ def _results(results: Sequence[Result], rows: Sequence[Row], styles: dict[str, A
     Runs of a single validation have no curves, and their figure has no second row.
     """
     sizes = list(dict.fromkeys(row.size for row in rows))
-    masked = all("accuracy" in row.values for row in rows)
-    metric, scale = ("accuracy", 100.0) if masked else ("loss", 1.0)
-    label = accuracy_label(rows) if masked else "validation loss (nats per token)"
+    has_accuracy = all("accuracy" in row.values for row in rows)
+    metric, scale = ("accuracy", 100.0) if has_accuracy else ("loss", 1.0)
+    label = accuracy_label(rows) if has_accuracy else loss_label(rows)
     # All sizes have one order of models, that of the largest size.
     largest = [row.label for row in ranked(row for row in rows if row.size == sizes[-1])]
     models = list(dict.fromkeys([*largest, *(row.label for row in rows)]))
@@ -113,7 +113,7 @@ def _scaling(rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str)
         log_axes(axes, "x", {row.body for row in rows if row.model == rows[0].model})
         axes.xaxis.set_major_formatter(lambda value, _: plain_number(float(f"{value:.3g}")))
         seeds = " (bars: range of the seeds)" if any(len(row.values["loss"]) > 1 for row in rows) else ""
-        axes.set(xlabel="parameters without embeddings", ylabel="validation loss (nats per token)")
+        axes.set(xlabel="parameters without embeddings", ylabel=loss_label(rows))
         axes.set_title(f"{title}{seeds}")
         label_lines(axes)
     return out

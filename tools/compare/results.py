@@ -236,8 +236,17 @@ def _deviation(values: Sequence[float]) -> float:
 
 def accuracy_label(rows: Sequence[Row]) -> str:
     """Return the name of the metric `accuracy`: of image classifiers top-1, else of masked tokens."""
-    images = any("top5_accuracy" in row.values for row in rows)
-    return f"{'top-1' if images else 'masked-token'} accuracy, %"
+    return f"{'top-1' if _classify(rows) else 'masked-token'} accuracy, %"
+
+
+def loss_label(rows: Sequence[Row]) -> str:
+    """Return the name of the validation loss with its unit."""
+    return f"validation loss (nats per {'image' if _classify(rows) else 'token'})"
+
+
+def _classify(rows: Sequence[Row]) -> bool:
+    """Return whether the rows are of image classifiers."""
+    return any("top5_accuracy" in row.values for row in rows)
 
 
 def _main_table(rows: Sequence[Row], base: Row) -> str:

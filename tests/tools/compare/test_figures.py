@@ -194,3 +194,13 @@ def test_differences_are_paired_by_seed() -> None:
     assert change == 1.0
     assert math.isnan(error)
     assert all(map(math.isnan, other.difference(third, "loss")))
+
+
+def test_scaling_of_image_classifiers_is_per_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr("tools.reporting.style.save_figure", lambda figure, out: drawn.setdefault(out.stem, figure))
+    values = {"loss": {1: 2.0}, "accuracy": {1: 0.5}, "top5_accuracy": {1: 0.9}}
+    rows = [Row("a", "A", size, body, body, values) for size, body in (("small", 100), ("large", 400))]
+    draw([], rows, Path(), "T", None)
+    assert drawn["scaling"].axes[0].get_ylabel() == "validation loss (nats per image)"
+    assert drawn["results"].axes[1].get_xlabel() == "top-1 accuracy, %"
