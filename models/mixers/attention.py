@@ -324,9 +324,9 @@ class Attention(nn.Module):
         return o, {**new_state, "seen": seen + real.sum(1, keepdim=True)}
 
     def preallocate(self, state: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:
-        """Return a state with room for this many more tokens, for steps of one unpadded token each that update it in place.
+        """Return a state that can hold this many more tokens, for steps of one unpadded token each that update it in place.
 
-        "used" [1] is the number of places that the cache has filled. A window needs no more room: its state is returned.
+        "used" [1] is the number of places that the cache has filled. A window does not grow: its state is returned.
         """
         if self.window is not None:
             return state
@@ -334,9 +334,9 @@ class Attention(nn.Module):
         # Attention kernels read masks of 16 keys at a time.
         free = -(-(places + tokens) // 64) * 64 - places
         mask = state.get("mask", torch.ones_like(state["key"][..., 0, 0], dtype=torch.bool))
-        room = {name: F.pad(state[name], (0, 0, 0, 0, 0, free)) for name in ("key", "value")}
+        enlarged = {name: F.pad(state[name], (0, 0, 0, 0, 0, free)) for name in ("key", "value")}
         used = torch.tensor([places], device=mask.device)
-        return {**state, **room, "mask": F.pad(mask, (0, free)), "used": used}
+        return {**state, **enlarged, "mask": F.pad(mask, (0, free)), "used": used}
 
     def _one_token(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return o of one token, whose key and value are written into a state of `preallocate`, and the new state."""

@@ -76,7 +76,7 @@ class ProjectLM(TemplateLM):
         else:
             self.scorer = Scorer(model, batch_tokens, state_bytes)
         # Most tokens of context and continuation: a causal model does not read the last one.
-        self._room = max_length - len(prefix) - len(suffix) if self.masked else max_length + 1
+        self._request_limit = max_length - len(prefix) - len(suffix) if self.masked else max_length + 1
         self._device = next(model.parameters()).device
         self._terminal = sys.stderr  # stderr is redirected during the harness's call
         self.counts = RequestCounts()
@@ -124,7 +124,9 @@ class ProjectLM(TemplateLM):
         pairs: list[tuple[Ids, Ids]] = []
         owners: list[int] = []
         for number, ids in enumerate(encode_texts(self._tokenizer, [request.args[0] for request in requests])):
-            windows = get_rolling_token_windows(ids.tolist(), self.prefix_token_id, self._room - 1, context_len=1)
+            windows = get_rolling_token_windows(
+                ids.tolist(), self.prefix_token_id, self._request_limit - 1, context_len=1
+            )
             for place, (context, target) in enumerate(map(make_disjoint_window, windows)):
                 context = [] if self.masked and place == 0 else context  # as in `loglikelihood`
                 pairs.append((np.asarray(context, np.int64), np.asarray(target, np.int64)))
@@ -143,11 +145,11 @@ class ProjectLM(TemplateLM):
                 f"({', '.join(sorted({r.task_name or '?' for r in requests}))})"
             )
         settings = [generation_settings(request.args[1], self.max_gen_toks) for request in requests]
-        rooms = [self.max_length - values["max_tokens"] for values in settings]
-        for request, room in zip(requests, rooms, strict=True):
-            if room < 1:
+        prompt_limits = [self.max_length - values["max_tokens"] for values in settings]
+        for request, limit in zip(requests, prompt_limits, strict=True):
+            if limit < 1:
                 raise ValueError(
-                    f"{request.task_name or 'a request'}: max_gen_toks {self.max_length - room} leaves no token for a prompt; "
+                    f"{request.task_name or 'a request'}: max_gen_toks {self.max_length - limit} leaves no token for a prompt; "
                     f"the model reads {self.max_length} at once, so at most {self.max_length - 1} is allowed. Set a smaller "
                     "max_gen_toks in the task or with --gen-kwargs, or give a larger --max-length"
                 )
@@ -158,7 +160,8 @@ class ProjectLM(TemplateLM):
         # Masked models, whose scorer has no states, generate nothing.
         assert isinstance(self.scorer, Scorer)
         ends = [
-            ids[-room:] if len(ids) else np.array([self.eot_token_id]) for ids, room in zip(prompts, rooms, strict=True)
+            ids[-limit:] if len(ids) else np.array([self.eot_token_id])
+            for ids, limit in zip(prompts, prompt_limits, strict=True)
         ]
         same_settings: dict[str, list[int]] = {}
         for i in range(len(requests)):
@@ -183,9 +186,9 @@ class ProjectLM(TemplateLM):
             return generated
 
         texts.update(self.processes.compute_shared(generate_share))
-        for prompt, request, room in zip(prompts, requests, rooms, strict=True):
+        for prompt, request, limit in zip(prompts, requests, prompt_limits, strict=True):
             name = request.task_name or ""
-            self.counts.truncated[name] += len(prompt) > room
+            self.counts.truncated[name] += len(prompt) > limit
             self.counts.requests[name] += 1
         return [texts[i] for i in range(len(requests))]
 
@@ -199,13 +202,13 @@ class ProjectLM(TemplateLM):
         }
 
     def _windows(self, pairs: Sequence[Pair], names: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
-        """Return the last `_room` ids of every request. Raises as `refuse_longer`."""
-        room = self._room
+        """Return the last `_request_limit` ids of every request. Raises as `refuse_longer`."""
+        limit = self._request_limit
         contexts, targets = [], []
         for pair, name in zip(pairs, names, strict=True):
-            refuse_longer(name, len(pair.target), room - 1, self.max_length - (room - 1))
-            self.counts.add(name, pair, room)
-            ids = np.concatenate([pair.context, pair.target])[-room:]
+            refuse_longer(name, len(pair.target), limit - 1, self.max_length - (limit - 1))
+            self.counts.add(name, pair, limit)
+            ids = np.concatenate([pair.context, pair.target])[-limit:]
             first = len(ids) - len(pair.target)
             contexts.append(ids[:first])
             targets.append(ids[first:])

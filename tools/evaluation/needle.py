@@ -114,7 +114,7 @@ def questions(
 
     The facts depend on the seed alone. A needle stands between two pieces of the filler, nearest to its depth.
 
-    Raises ValueError if the filler is too short, or if the length leaves no room for a piece of it.
+    Raises ValueError if the filler is too short, or if the length is too short for a piece of it.
     """
     drawn = random.Random(seed)
     cities = drawn.sample(_CITIES, len(_CITIES))
@@ -132,13 +132,13 @@ def questions(
         )
     texts = []
     for number, (secret, sentence, question, taken) in enumerate(facts):
-        room = length - taken
-        if filler.total < room:
+        remaining = length - taken
+        if filler.total < remaining:
             raise ValueError(
                 f"--lengths {length}: the filler has {filler.total:,} tokens; leave that length out, or name a longer text "
                 "with --filler"
             )
-        pieces = filler.pieces[: filler.first(room)]
+        pieces = filler.pieces[: filler.first(remaining)]
         places = [0, *itertools.accumulate(filler.tokens[: len(pieces)])]
         for depth in depths:
             target = places[-1] * depth / 100

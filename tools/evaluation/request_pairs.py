@@ -55,11 +55,11 @@ class RequestCounts:
     tokens: int = 0
     longest: int = 0
 
-    def add(self, task: str, pair: Pair, room: int) -> None:
-        """Count one request. room: ids of context and continuation that the model can read."""
+    def add(self, task: str, pair: Pair, limit: int) -> None:
+        """Count one request. limit: ids of context and continuation that the model can read."""
         length = len(pair.context) + len(pair.target)
         self.requests[task] += 1
-        self.truncated[task] += length > room
+        self.truncated[task] += length > limit
         self.apart[task] += pair.apart
         self.recut[task] += pair.recut and not pair.apart
         self.longest = max(self.longest, length)

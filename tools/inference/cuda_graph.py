@@ -20,7 +20,7 @@ def graphed_step(model: Any, state: State, batch: int, max_tokens: int) -> Calla
     Args:
         model: `LanguageModel` or the Hugging Face model, on CUDA, in evaluation mode.
         state: the state after a forward pass over the prompt.
-        max_tokens: number of calls at most. Caches of keys and values get room for so many tokens.
+        max_tokens: number of calls at most. Caches of keys and values are enlarged for so many tokens.
 
     Raises:
         ValueError: the state of another layer grows with the text; in a call, more than max_tokens calls.
@@ -29,9 +29,9 @@ def graphed_step(model: Any, state: State, batch: int, max_tokens: int) -> Calla
     static: State = []
     for layer, previous in zip(layers, state[: len(layers)], strict=True):
         mixer = getattr(layer, "mixer", None)
-        room = mixer.preallocate(previous, max_tokens) if hasattr(mixer, "preallocate") else previous
+        enlarged = mixer.preallocate(previous, max_tokens) if hasattr(mixer, "preallocate") else previous
         static.append(
-            {name: tensor.clone() if tensor is previous.get(name) else tensor for name, tensor in room.items()}
+            {name: tensor.clone() if tensor is previous.get(name) else tensor for name, tensor in enlarged.items()}
         )
     tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.head.weight.device)
 
