@@ -40,6 +40,7 @@ def test_volumes_by_parallel_dimension():
     assert volumes(work(dtype="fp32"), Layout(), 4)["data"] == pytest.approx(3 * 0.75 * 4e9)
     assert volumes(work(optimizer_state="bf16"), Layout(), 4)["data"] == pytest.approx(3 * 0.75 * 2e9)
     assert volumes(work(zero_stage=3), Layout(), 4)["data"] == pytest.approx(32 * 3 * 0.75 * 2e9)
+    assert volumes(work(), Layout(tensor=2, pipeline=2), 16)["data"] == pytest.approx(2 * 0.75 * 2e9 / 4)
     assert volumes(work(matrices=10**6), Layout(pipeline=2), 8)["muon"] == pytest.approx(0.75 * 4 * 5e5 / 4)
     hidden = 2 * 4 * 2048 * 2048
     assert volumes(work(), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 4 * hidden)
@@ -53,6 +54,7 @@ def test_volumes_by_parallel_dimension():
     assert attention == pytest.approx(128 * 24 * 2 * 3 * 100 * 2 * 4 * 2048 / 4)
     sent = volumes(work(), Layout(context=4), 4)["context"]
     assert sent == volumes(work(sequence_length=1 << 17), Layout(context=4), 4)["context"] > 0
+    assert volumes(work(), Layout(tensor=2, context=4), 8)["context"] == pytest.approx(sent / 2)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,9 @@ def test_step_seconds_of_compute_bubble_and_network():
     assert sum(alone.values()) == alone["compute"] == pytest.approx(6e9 * 512 * 2048 / 4e14)
     piped = step_seconds(work(), Layout(pipeline=4), 4, 4e14, links)
     assert piped["bubble"] == pytest.approx(piped["compute"] * 3 / 128)
+    every = step_seconds(work(), Layout(tensor=2, pipeline=4, context=2), 16, 4e14, links)
+    assert min(every["tensor"], every["context"]) > 0
+    assert every["bubble"] == pytest.approx((every["compute"] + every["tensor"] + every["context"]) * 3 / 128)
     inside, outside = (step_seconds(work(), Layout(tensor=t), t, 4e14, links)["tensor"] for t in (8, 16))
     assert outside > 5 * inside  # over the network
 
@@ -138,6 +143,8 @@ def test_latency_grows_with_hops():
     links = Links(inside=1e30, latency_inside=1e-3)
     # 128 micro-batches to the next stage and back; three collectives of a ring of four.
     assert step_seconds(work(), Layout(pipeline=4), 4, 4e14, links)["pipeline"] == pytest.approx(2 * 128 * 1e-3)
+    assert step_seconds(work(), Layout(context=4), 4, 4e14, links)["context"] == pytest.approx(128 * 24 * 2 * 3 * 1e-3)
+    assert step_seconds(work(), Layout(), 4, 4e14, links)["data"] == pytest.approx(3 * 3 * 1e-3)
     assert step_seconds(work(), Layout(), 4, 4e14, links)["data"] == pytest.approx(3 * 3e-3)
 
 

@@ -32,7 +32,7 @@ from models.backend import available
 from models.config import ModelConfig
 from tools.loading.engine import build_engine
 from tools.planning import measure_memory
-from tools.planning.estimate import layer_flops, layers_of, memory, muon_blocks, read_config
+from tools.planning.estimate import layer_flops, layers_by_stage, layers_of, memory, muon_blocks, read_config
 from tools.planning.layer_memory import layer_costs
 from tools.planning.meta_device import kernels_of_cuda
 
@@ -354,3 +354,23 @@ def test_memory_of_cuda_graphs_is_counted_once(monkeypatch: pytest.MonkeyPatch) 
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     assert idle_bytes_in_graph_pools() == 40
+
+
+def test_last_pipeline_stage_holds_a_copy_of_a_tied_embedding() -> None:
+    """Build an embedding of 70 weights and a head with 5 of its own; the first stage holds most micro-batches."""
+    layers = [
+        LayerCost(parameters, largest, 0.0, 0.0, 0.0) for parameters, largest in ((70, 70), (9, 4), (9, 4), (5, 5))
+    ]
+
+    def stages(layout: Layout, *, tied: bool) -> list[tuple[list[int], int]]:
+        config: Any = SimpleNamespace(
+            model=SimpleNamespace(tie_embeddings=tied), batch=SimpleNamespace(gradient_accumulation_steps=8)
+        )
+        return [
+            ([layer.parameters for layer in of_stage], in_flight)
+            for of_stage, in_flight in layers_by_stage(layers, [1.0] * 4, config, layout)
+        ]
+
+    assert stages(Layout(pipeline=2), tied=True) == [([70, 9], 2), ([9, 75], 1)]
+    assert stages(Layout(pipeline=2), tied=False) == [([70, 9], 2), ([9, 5], 1)]
+    assert stages(Layout(), tied=True) == [([70, 9, 9, 5], 1)], "one process holds the matrix once"
