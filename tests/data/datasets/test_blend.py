@@ -78,6 +78,16 @@ def test_one_file_needs_no_blend(tmp_path):
     assert isinstance(dataset, CausalDataset)
 
 
+@pytest.mark.parametrize(("order", "epochs"), [("neox", 2), ("reshuffle", 1)])
+def test_one_file_has_the_margin_in_the_order_of_neox_only(tmp_path, order, epochs):
+    """Read epochs of 19 samples. A file has 18.09 of 36; without its share it would begin another epoch."""
+    prefixes = [write(tmp_path / name, 100, 1) for name in ("a", "b")]
+    settings = {"sequence_length": 5, "seed": 3, "order": order}
+    assert training_dataset(prefixes[0], num_samples=19, **settings).epochs == epochs
+    parts = training_dataset(prefixes, by_weights(1, 1), num_samples=36, **settings).datasets
+    assert [part.epochs for part in parts] == [1, 1]
+
+
 def test_the_blend_is_cached_and_the_same(tmp_path):
     prefixes = [write(tmp_path / "a", 100, 1), write(tmp_path / "b", 300, 2)]
     settings = {"sequence_length": 5, "num_samples": 40, "seed": 3}

@@ -16,7 +16,9 @@ from data.datasets.masking import IGNORED_LABEL, Masking, masking_for, word_cont
 from data.indexed import IndexedTokens, IndexedWriter
 from data.loader import batches
 from data.manifest import write_manifest
+from data.synthetic.examples import UNLABELLED
 from data.tokenizer import load_tokenizer
+from models.operators import cross_entropy
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(30)), "##a", "##b", "."]
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
@@ -305,3 +307,7 @@ def test_the_real_vocabulary(shared):
     assert set(tokenizer.special_ids) == {0, 100, 101, 102, 103}
     ids = np.array(tokenizer.encode("unaffable transformers"))
     assert word_numbers(ids, np.ones(len(ids), bool), word_continuations(tokenizer))[-1] == 1
+
+
+def test_data_and_loss_have_one_number_for_labels_that_do_not_count():
+    assert IGNORED_LABEL == UNLABELLED == cross_entropy.IGNORED_LABEL
