@@ -83,6 +83,8 @@ def test_last_positions_have_the_noise_of_one_run() -> None:
     rows = [Row(model, model, "m", 9, 9, {"loss": values}) for model, values in losses.items()]
     cells = {row[0]: row[-1] for row in choices_at_m(rows, [], a=3.5, b=3.2).rows}
     assert cells == {"lowest loss": "+1.0500 ± 0.0500", "last positions of a text": "+0.3000 ± 0.0707"}
+    one_seed = Row("c", "c", "m", 9, 9, {"loss": {1: 5.0}})
+    assert choices_at_m([*rows, one_seed], []).rows[0][-1] == "+1.0500 ± 0.0707", "the fewest seeds of a model"
 
 
 def test_noise_of_a_run_comes_from_its_own_size_or_from_the_predictions() -> None:
