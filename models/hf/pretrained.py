@@ -283,9 +283,9 @@ class RecurrentCache(Cache):
         self._each(lambda state: state.repeat_interleave(repeats, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ValueError: tokens cannot be removed from a recurrent state."""
+        """Raise ValueError: tokens cannot be removed from a recurrent state. Transformers passes their number below 0."""
         raise ValueError(
-            f"cannot remove {tokens_to_remove} tokens from a recurrent state: run the shorter sequence without a cache"
+            f"cannot remove {abs(tokens_to_remove)} tokens from a recurrent state: run the shorter sequence without a cache"
         )
 
     @property

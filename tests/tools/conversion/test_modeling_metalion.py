@@ -320,8 +320,8 @@ def test_state_size_is_constant(mixers: list[str]) -> None:
     assert len(sizes) == 1
     assert cache.get_seq_length() == 45
     assert cache.batch_size == 2
-    with pytest.raises(ValueError, match="cannot remove 1 tokens"):
-        cache.crop(1)
+    with pytest.raises(ValueError, match="cannot remove 3 tokens"):
+        cache.crop(-3)
 
 
 def test_cache_rows_are_reordered_and_repeated() -> None:
