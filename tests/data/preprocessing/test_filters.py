@@ -105,6 +105,12 @@ def test_quality_rules(text, problem):
         ("of the house " * 16 + "one two", None),  # 50 words
         ("of the house " * 16 + "one", "number of words"),
         ("\n".join([f"- {PROSE} {n}" for n in range(9)] + [PROSE]), None),  # 90 %
+        ("\n".join(f"{PROSE} {n}{'...' if n < 3 else '.'}" for n in range(10)), None),  # 30 %
+        ("\n".join(f"{PROSE} {n}{'...' if n < 4 else '.'}" for n in range(10)), "lines that end with an ellipsis"),
+        (" ".join([*["of the house"] * 30, *["#"] * 10]), None),  # 10 % of 100 words
+        (" ".join([*["of the house"] * 30, *["#"] * 11]), "symbols"),
+        (" ".join([*["of the house"] * 40, *["1234"] * 30]), None),  # 80 %
+        (" ".join([*["of the house"] * 40, *["1234"] * 31]), "words without a letter"),
         # 23 % and 18 % of the characters are in repeated lines.
         ("\n".join([*(f"{PROSE} It is page {n}." for n in range(2)), PROSE, PROSE]), "repeated lines"),
         ("\n".join([*(f"{PROSE} It is page {n}." for n in range(3)), PROSE, PROSE]), None),
