@@ -15,8 +15,7 @@ _OBJECTIVE = ("data", "objective")
 _OF_TEACHER = ("teacher_labels", "teacher_weight", "temperature")
 # Key of data.images -> the crop that reads it.
 _CROP_OF = {"padding": "pad", "min_area": "resized"}
-_Triple = tuple[Fraction, Fraction, Fraction]
-_Deviations = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
+_Positive = Annotated[float, Field(gt=0)]
 
 
 class ImagesConfig(Section):
@@ -60,10 +59,12 @@ class ImagesConfig(Section):
         description="Threads per process that decode and augment, each a micro-batch. Two are enough for small images, "
         "which stay decoded in memory.",
     )
-    mean: _Triple = Field(
+    mean: tuple[Fraction, Fraction, Fraction] = Field(
         default=(0.485, 0.456, 0.406), description="Mean of red, green and blue (0 to 1), which is subtracted."
     )
-    std: _Deviations = Field(default=(0.229, 0.224, 0.225), description="Standard deviation, which is divided by.")
+    std: tuple[_Positive, _Positive, _Positive] = Field(
+        default=(0.229, 0.224, 0.225), description="Standard deviation, which is divided by."
+    )
 
 
 class ClassificationConfig(Section):
