@@ -130,7 +130,7 @@ def image_problems(config: Any) -> Problems:
             f"= {data.images.padding}: at most model.image_size = {size} is allowed; a crop of a wider border is black"
         )
         yield ("data", "images", "padding"), text
-    if data.images.train is None:
+    if not data.images.train:
         text = "is missing: name Parquet files with images, or a folder with one folder of images per class"
         yield ("data", "images", "train"), text
     for path, value in changed_keys(data, ("data",)):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from pydantic import ValidationError
+from collections.abc import Sequence
 
 from data.images.augmentation import Augmentation
 from data.images.reading import ImageFiles, LabelledImages, find_images
@@ -17,12 +13,12 @@ CLASSES = "classes.json"  # names of the classes, in a run folder and in an expo
 
 
 def image_files(images: ImagesConfig, part: str) -> ImageFiles | None:
-    """Return the files of `data.images.<part>`, part "train", "validation" or "test"; None if it is not set.
+    """Return the files of `data.images.<part>`, part "train", "validation" or "test"; None if it names none.
 
     Raises as `find_images`.
     """
     given = getattr(images, part)
-    return None if given is None else find_images(given, f"data.images.{part}")
+    return find_images(given, f"data.images.{part}") if given else None
 
 
 def open_images(data: DataConfig, part: str, num_classes: int) -> LabelledImages | None:
@@ -61,15 +57,11 @@ def augmentation_of(settings: ImagesConfig, size: int) -> Augmentation:
     return Augmentation(size=size, **{name: getattr(settings, name) for name in shared})
 
 
-def number_of_classes(data: Mapping[str, Any]) -> int | None:
-    """Return the classes that the training images of a raw section `data` name; None if no images are set, or invalid keys.
+def number_of_classes(settings: ImagesConfig) -> int | None:
+    """Return the classes that the training images name; None without training images.
 
     Raises ValueError if they name no classes, as `find_images` and `ImageFiles.columns`.
     """
-    try:
-        settings = ImagesConfig.model_validate_json(json.dumps(data.get("images") or {}))
-    except ValidationError:  # the check of the configuration names the keys
-        return None
     files = image_files(settings, "train")
     if files is None:
         return None

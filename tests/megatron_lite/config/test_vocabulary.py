@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ def test_padding(entries, rows):
         (("model.vocab_size=null",), ["model.vocab_size=4096"]),
         (("model.vocab_size=null", "data.tokenizer.vocab_size=4000"), ["model.vocab_size=4096"]),
         (("model.vocab_size=null", "data.tokenizer={type: bytes}"), ["model.vocab_size=384"]),
+        (("model.vocab_size=null", "data.tokenizer={vocab_size: null}"), ["model.vocab_size=4096"]),
         (("model.vocab_size=null", "model=3"), []),
     ],
 )
@@ -44,6 +46,29 @@ def test_the_mask_token_has_a_row_where_the_vocabulary_fills_its_rows(monkeypatc
 def test_plan_derives_an_unset_vocab_size():
     words = [str(DEFAULT[0]), "model.vocab_size=null", "data.tokenizer={type: bytes}"]
     assert read_config(words, 1).model.vocab_size == 384
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "tokenizer=3",
+        "tokenizer.nosuch=3",
+        "tokenizer.vocab_size=abc",
+        "tokenizer.path=5",
+        "tokenizer.type=5",
+        "images.nosuch=1",
+        "images.padding=-1",
+        "images.train=null",
+        "images.train=[]",
+    ],
+)
+def test_invalid_data_is_reported_without_the_size_that_it_would_give(key, capsys):
+    import train
+
+    config = CONFIGS / "cifar10_lion_s.yml" if "images" in key else DEFAULT[0]
+    assert train.main([str(config), "--dry-run", "model.vocab_size=null", f"data.{key}"]) == 2
+    start = re.escape(f"error: The configuration has a problem:\n  - data.{key.partition('=')[0]} ")
+    assert re.fullmatch(rf"{start}[^\n]*\n", capsys.readouterr().err)
 
 
 def test_missing_tokenizer_file_is_reported(capsys):
