@@ -186,15 +186,15 @@ def rows_of(text: str, tokenizer: Tokenizer, config: ModelConfig) -> Tensor:
 
 def _corpus_text(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, str]:
     data = data_config(dict(config))
-    files = [] if data.corpus is None else source_files(data.corpus)
+    corpus = (data.corpus,) if isinstance(data.corpus, str) else data.corpus or ()
     parts: list[str] = []
     size = 0
-    for document in read_documents(files, data.text_key):
+    for document in read_documents(source_files(corpus), data.text_key):
         parts.append(document.text)
         size += len(document.text)
         if size >= _CHARACTERS:
             break
-    return "\n".join(parts)[:_CHARACTERS], str(data.corpus)
+    return "\n".join(parts)[:_CHARACTERS], ", ".join(corpus)
 
 
 def _token_file_text(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, str]:

@@ -124,6 +124,15 @@ def test_logits_of_a_run_on_token_files_are_compared_on_its_tokens(
     assert real_text(config, ByteTokenizer()) == ("token " * 50, "a")
 
 
+def test_files_of_the_compared_text_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"text of {name} " * 9)
+    config = {"data": {"corpus": ["a.txt", "b.txt"], "tokenizer": {"type": "bytes"}}}
+    text, name = real_text(config, ByteTokenizer())
+    assert (text, name) == ("text of a " * 9 + "\n" + "text of b " * 9, "a.txt, b.txt")
+
+
 def test_existing_folder_is_replaced_only_with_overwrite_and_if_an_export(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
