@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_lite.plural import counted
-from tools.cli.arguments import INTERRUPTED, check_writable, command, command_line, from_zero, positive, seed
+from tools.cli.arguments import INTERRUPTED, check_writable, command, command_line, from_zero, positive, seed, utf8_text
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.loading.model import LoadedModel
@@ -184,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--prompt",
+        type=utf8_text,
         default="",
         help="text to continue (default: a new document). Tokens of tools.train_tokenizer end with spaces: give one after the "
         "last whole word",

@@ -165,6 +165,7 @@ CASES = {
         ("RUN --prompts-file NONE", "--prompts-file .*nothing: no such file; give a file with one prompt per line"),
         ("RUN --temperature -1", r"temperature = -1\.0: 0 .* or more is allowed"),
         ("RUN --temperature nan", r"temperature = nan: 0 .* or more is allowed"),
+        ("RUN --prompt caf\udce9", r"--prompt: 'caf\\udce9': no UTF-8 at character 3; give UTF-8 text"),
         ("RUN --prompts-file BINARY", "--prompts-file .*binary: no UTF-8 at byte 5"),
         ("RUN --max-new-tokens 8", "unrecognized arguments: --max-new-tokens 8; the nearest option is --max-tokens"),
         ("RUN --max-tokens many", "--max-tokens: many: a whole number, 1 or more"),

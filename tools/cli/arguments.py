@@ -171,6 +171,15 @@ def check_picture(path: Path, flag: str) -> None:
         raise ValueError(f"{flag} {path}: the name must end in an image format, such as .png, .pdf or .svg")
 
 
+def utf8_text(text: str) -> str:
+    """Return the text. Raises ArgumentTypeError for bytes of the command line that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: no UTF-8 at character {error.start}; give UTF-8 text") from error
+    return text
+
+
 def words(text: str) -> list[str]:
     """Split "A,B" into a list."""
     return [word for word in text.split(",") if word]
