@@ -9,13 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import write_json
+from data.machine_memory import machine_memory
 from data.progress import ProgressBar
 from tools.cli.arguments import check_picture, command, command_line, positive
 from tools.reporting.run_curves import distinct_names
 from tools.reporting.tables import plain_table
+
+if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
+    from tools.loading.model import LocatedCheckpoint
 
 EPILOG = """
 example:
@@ -63,7 +67,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return one row per size: image_size, trained (whether it is the trained size), images, accuracy, top5_accuracy.
 
-    Raises ValueError for a run without images or validation images, and for a size that is no multiple of the patch.
+    Raises ValueError for a run without images or validation images, for a size that is no multiple of the patch, and for a size
+    whose images need more memory than the machine has.
     """
     from data.images.dataset import ImageDataset
     from data.loader import batches
@@ -84,6 +89,8 @@ def measure(
         )
     if sizes is None:
         sizes = [patch * round(trained * quarters / 4 / patch) for quarters in range(3, 8)]
+    for size in sizes:
+        _check_memory(size, batch, located)
     models = {size: load_classifier(located, size) for size in sorted(set(sizes))}
     rows = []
     for size, model in ProgressBar(models.items(), desc=run.name, unit="size", leave=False):
@@ -112,6 +119,18 @@ def measure(
             }
         )
     return rows
+
+
+def _check_memory(size: int, batch: int, located: LocatedCheckpoint) -> None:
+    """Raise ValueError if the machine cannot hold a batch: pixels, and on a CPU residual stream, queries, keys and values."""
+    needed, memory = 12 * size**2, machine_memory()
+    if located.device.type == "cpu":
+        needed += 4 * located.model.hidden_size * (size // located.model.patch_size) ** 2 * located.dtype.itemsize
+    if batch * needed > memory:
+        raise ValueError(
+            f"--sizes {size}: {batch} images take {batch * needed // 2**30:,} GiB or more, and this machine has "
+            f"{memory / 2**30:,.0f} GiB; give a smaller size, or a smaller --batch"
+        )
 
 
 def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:

@@ -11,7 +11,6 @@ stream: T + 1 tokens, with one token shared by neighbouring samples. The *shuffl
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..cache import cached_arrays
 from ..indexed import IndexedTokens, file_identity
+from ..machine_memory import machine_memory
 
 INDEX_VERSION = 2
 ORDERS = ("neox", "reshuffle")
@@ -128,10 +128,7 @@ def cached_sample_index(
 
     def build() -> dict[str, NDArray]:
         make = build_sample_index if order == "neox" else build_reshuffled_index
-        needed, memory = (
-            4 * epochs * len(sizes) + 20 * num_samples,
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        )
+        needed, memory = 4 * epochs * len(sizes) + 20 * num_samples, machine_memory()
         if needed > memory:
             raise ValueError(
                 f"schedule.train_steps asks for {num_samples:,} samples, {epochs:,} epochs of {file.prefix}: their index takes "

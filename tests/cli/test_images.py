@@ -321,7 +321,9 @@ def test_classifier_reads_images_of_other_sizes(arguments, tmp_path, capsys):
     assert names == [f"{tmp_path.name}/run", "other/run"], "folders of one name get the names of their parents too"
     assert image_sizes.main([str(run), "--sizes", "10", "--device", "cpu"]) == 2
     assert "model.image_size = 10 is no multiple of model.patch_size = 4" in capsys.readouterr().err
-    capsys.readouterr()
+    assert image_sizes.main([str(run), "--sizes", "8", "1000000", "--batch", "2", "--device", "cpu"]) == 2
+    message = r"--sizes 1000000: 2 images take [\d,]+ GiB or more, and this machine has [\d,]+ GiB; give a smaller size"
+    assert re.search(message, capsys.readouterr().err)
     assert masked_forms.main([str(run), "--device", "cpu", "--lengths", "8", "16"]) == 0
     header, _, *lines = capsys.readouterr().out.splitlines()
     assert header.split("  ")[0] == "form"
