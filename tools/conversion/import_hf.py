@@ -87,6 +87,7 @@ def import_folder(
         raise FileExistsError(f"{folder} is inside {run}, which --overwrite would remove: give another run folder")
     theirs = read_config(folder)
     check_folder(folder)
+    _check_dtype(theirs, folder / "config.json")
     try:
         foreign = translate(theirs)
     except KeyError as error:
@@ -97,6 +98,7 @@ def import_folder(
         raise ValueError(
             f"{folder / 'config.json'} has a value that is not allowed ({error}): copy it again"
         ) from error
+    _check_special_ids(theirs, foreign.model.vocab_size, folder / "config.json")
     if theirs["model_type"] == "metalion" and not trust_remote_code:
         check_source(folder, foreign.model.mixers, images=foreign.model.image_size is not None)
     tensors = Tensors(folder)
@@ -179,6 +181,28 @@ def _check_run(run: Path, overwrite: bool) -> None:
         raise FileExistsError(
             f"{run} holds a trained run, or no run, and --overwrite replaces only untrained imports: give another folder"
         )
+
+
+def _check_dtype(theirs: Mapping[str, Any], file: Path) -> None:
+    for key in ("dtype", "torch_dtype"):
+        name = theirs.get(key)
+        dtype = getattr(torch, str(name), None)
+        if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"{file}: {key} = {json.dumps(name)}: a floating-point type of torch, such as float32, or null is allowed; "
+                "correct it, or copy the file again"
+            )
+
+
+def _check_special_ids(theirs: Mapping[str, Any], vocab_size: int, file: Path) -> None:
+    for key in ("bos_token_id", "eos_token_id"):
+        given = theirs.get(key)
+        for token in given if isinstance(given, list) else [given]:
+            if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
+                raise ValueError(
+                    f"{file}: {key} = {json.dumps(given)}: token ids from 0 to vocab_size - 1 = {vocab_size - 1}, or null, are "
+                    "allowed; correct it, or copy the file again"
+                )
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

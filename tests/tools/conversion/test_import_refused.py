@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -223,11 +224,34 @@ def test_number_of_heads_that_does_not_fit_the_norm_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("change", [{"dtype": "banana"}, {"id2label": 3}, {"hidden_size": 2**40}])
+@pytest.mark.parametrize("change", [{"id2label": 3}, {"hidden_size": 2**40}])
 def test_value_that_no_model_can_have_is_refused_before_a_run_is_written(
     exported: Path, change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken(exported, tmp_path / "folder", **change)
     error = error_of(["import", str(tmp_path / "folder"), str(tmp_path / "run")], capsys)
     assert "config.json has a value that is not allowed (" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("model", ["metalion", "llama"])
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("dtype", "banana", "a floating-point type of torch, such as float32, or null is allowed"),
+        ("dtype", 5, "a floating-point type"),
+        ("torch_dtype", ["float32"], "a floating-point type"),
+        ("eos_token_id", -5, r"token ids from 0 to vocab_size - 1 = \d+, or null, are allowed"),
+        ("eos_token_id", [0, 10**6], "token ids from 0"),
+        ("bos_token_id", 1.5, "token ids from 0"),
+    ],
+)
+def test_dtype_and_special_ids_that_no_model_can_have_are_named(
+    exported: Path, model: str, key: str, value: Any, allowed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if model == "llama":
+        tiny_llama().save_pretrained(tmp_path / "llama")
+    broken(exported if model == "metalion" else tmp_path / "llama", tmp_path / "folder", **{key: value})
+    error = error_of(["import", str(tmp_path / "folder"), str(tmp_path / "run")], capsys)
+    assert re.search(rf"config\.json: {key} = {re.escape(json.dumps(value))}: {allowed}", error)
     assert not (tmp_path / "run").exists()
