@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_lite.plural import counted
-from tools.cli.arguments import INTERRUPTED, check_writable, command, command_line, from_zero, positive, seed, utf8_text
+from tools.cli.arguments import (
+    INTERRUPTED,
+    check_not_read,
+    check_writable,
+    command,
+    command_line,
+    from_zero,
+    positive,
+    seed,
+    utf8_text,
+)
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.loading.model import LoadedModel
@@ -26,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--out goes with --prompts-file; the text of one --prompt goes to stdout")
     if options.out is not None:
         check_writable(options.out, "--out")
+        check_not_read(options.out, "--out", [options.prompts_file])
     from tools.inference.generation import longest_continuation, prompt_ids
     from tools.inference.sampling import check_sampling
     from tools.loading.model import load_located, locate_checkpoint

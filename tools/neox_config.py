@@ -16,7 +16,7 @@ from data.atomic_io import write_text
 from megatron_lite.config.derived_values import BATCH_KEYS
 from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import ConfigError, load_config
-from tools.cli.arguments import command, command_line, positive
+from tools.cli.arguments import check_not_read, check_writable, command, command_line, positive
 from tools.conversion.neox_config import translate
 from tools.conversion.neox_translation import Translation
 
@@ -27,7 +27,11 @@ OWN_SECTIONS = ("run", "model", "batch", "schedule", "parallel", "precision")  #
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Write the configuration to stdout or a file, and ignored and assumed keys to stderr."""
     options = _parser().parse_args(arguments)
-    files = {str(file): _read(file) for file in options.files}
+    paths = [_existing(file) for file in options.files]
+    if options.out is not None:
+        check_writable(options.out, "--out")
+        check_not_read(options.out, "--out", paths)
+    files = {str(file): _read(file) for file in paths}
     translation = translate(files, vocab_size=options.vocab_size)
     translation.set("run.name", options.files[0].stem)
     names = ", ".join(file.name for file in options.files)
@@ -42,12 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _existing(file: Path) -> Path:
+    """Return the file, or the one with .yml after its name. Raises ConfigError if neither exists."""
+    for path in (file, Path(f"{file}.yml")):
+        if path.is_file():
+            return path
+    raise ConfigError([f"{file}: no such file; name GPT-NeoX's .yml files, in the order of their merge"])
+
+
 def _read(file: Path) -> dict[str, Any]:
     """Return the keys of a file, as the user wrote them. Raises ConfigError."""
-    if not file.is_file() and (with_ending := file.with_name(f"{file.name}.yml")).is_file():
-        file = with_ending
-    if not file.is_file():
-        raise ConfigError([f"{file}: no such file; name GPT-NeoX's .yml files, in the order of their merge"])
     try:
         sources = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     except UnicodeDecodeError as error:

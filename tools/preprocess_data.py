@@ -25,6 +25,7 @@ from data.tokenizer import merges_of
 from megatron_lite.plural import counted
 from tools.cli.arguments import (
     above_zero,
+    check_not_read,
     check_writable,
     command,
     command_line,
@@ -117,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{os.path.join(options.output_prefix, 'train')}"
         )
     # An existing path may contain a comma; any other word is split at commas.
-    files = source_files([p for word in options.input for p in ([word] if os.path.exists(word) else word.split(","))])
+    inputs = [p for word in options.input for p in ([word] if os.path.exists(word) else word.split(","))]
+    files = source_files(inputs)
+    for name in settings.names():
+        manifest = Path(f"{options.output_prefix}_{name}_document.json")
+        check_not_read(manifest, "--output-prefix", [*inputs, *(file.path for file in files)])
     if not options.overwrite and (manifests := finished(files, options.output_prefix, settings)):
         _print_summary(options, manifests, licences)
         print("complete: written before from this input with these settings (--overwrite writes it again)")

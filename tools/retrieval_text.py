@@ -16,7 +16,7 @@ from data.progress import ProgressBar
 from data.synthetic.retrieval_text import MOST_DOCUMENTS, RETRIEVAL_TASKS, sentences, training_example
 from data.synthetic.ruler import TASKS
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
-from tools.cli.arguments import check_writable, command, command_line, from_zero, positive, words
+from tools.cli.arguments import check_not_read, check_writable, command, command_line, from_zero, positive, words
 
 HAYSTACK_CHARACTERS = 50_000_000
 
@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokenizer = load_tokenizer(options.tokenizer_type, options.vocab_file)
     haystack = None
     if options.haystack:
-        documents = read_documents(source_files(options.haystack), options.jsonl_key)
+        files = source_files(options.haystack)
+        check_not_read(options.output, "--output", [*options.haystack, *(file.path for file in files)])
+        documents = read_documents(files, options.jsonl_key)
         haystack = sentences((document.text for document in documents), HAYSTACK_CHARACTERS)
     counts: Counter[str] = Counter()
     tokens = 0

@@ -18,7 +18,7 @@ from data.corpus.split import TextSample, split_position
 from data.progress import ProgressBar
 from data.tokenizer import load_tokenizer
 from data.train_sentencepiece import check_sentencepiece_size, train_sentencepiece
-from tools.cli.arguments import check_writable, command, command_line, positive
+from tools.cli.arguments import check_not_read, check_writable, command, command_line, positive
 
 EXAMPLES = """example:
   python -m tools.train_tokenizer --input stdlib --vocab-size 4096 --output tokenizer.model
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {key: getattr(options, key) for key in ("vocab_size", "model_type", "sample_characters", "jsonl_key")}
     settings["files"] = hashlib.sha256(json.dumps([file.identity() for file in files]).encode()).hexdigest()[:16]
     record = Path(f"{options.output}.json")
+    for path in (options.output, record):
+        check_not_read(path, "--output", [*options.input, *(file.path for file in files)])
     if options.output.exists() and not options.overwrite:
         previous = read_json(record, "remove it", *settings, "hash") if record.is_file() else {}
         if previous != {**settings, "hash": load_tokenizer("sentencepiece", options.output).hash}:

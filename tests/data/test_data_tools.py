@@ -152,7 +152,7 @@ def test_reading_the_text_of_a_tokenizer_shows_progress(tmp_path, monkeypatch):
     lines = "".join(json.dumps({"text": f"some words of text {n} that go on\n" * 9}) + "\n" for n in range(30))
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    words = ["--input", str(tmp_path), "--output", str(tmp_path / "t.model"), "--vocab-size", "300"]
+    words = ["--input", str(tmp_path / "[ab].*"), "--output", str(tmp_path / "t.model"), "--vocab-size", "300"]
     assert train_tokenizer.main(words) == 0
     (bar,) = bars
     assert bar.n == bar.total == sum(path.stat().st_size for path in tmp_path.glob("*.jsonl*"))

@@ -112,6 +112,7 @@ def test_needles_hide_in_the_sentences_of_a_text(tmp_path, capsys):
         (["--haystack", "nosuch"], "error: the data path nosuch does not exist"),
         (["--tokenizer-type", "hf", "--vocab-file", "nosuch"], "error: the tokenizer file nosuch does not exist"),
         (["--output", "HERE"], "exists; name another --output, or replace it with --overwrite"),
+        (["--output", "HERE", "--overwrite", "--haystack", "HERE"], "--output .*here: this command reads it"),
     ],
 )
 def test_wrong_words_are_refused_and_leave_no_file(tmp_path, capsys, words, message):

@@ -166,6 +166,7 @@ CASES = {
         ("RUN --temperature -1", r"temperature = -1\.0: 0 .* or more is allowed"),
         ("RUN --temperature nan", r"temperature = nan: 0 .* or more is allowed"),
         ("RUN --prompt caf\udce9", r"--prompt: 'caf\\udce9': no UTF-8 at character 3; give UTF-8 text"),
+        ("RUN --prompts-file FILE --out FILE", "--out .*file: this command reads it, .* give another file"),
         ("RUN --prompts-file BINARY", "--prompts-file .*binary: no UTF-8 at byte 5"),
         ("RUN --max-new-tokens 8", "unrecognized arguments: --max-new-tokens 8; the nearest option is --max-tokens"),
         ("RUN --max-tokens many", "--max-tokens: many: a whole number, 1 or more"),
@@ -204,6 +205,8 @@ CASES = {
     ],
     "tools.neox_config": [
         ("NONE", "nothing: no such file; name GPT-NeoX's"),
+        ("FILE -o FILE", "--out .*file: this command reads it, .* give another file"),
+        ("FILE -o FILE/out", "--out .*out: cannot be written"),
         ("CONFIG", "has the section run: it is of this project already"),
         ("BINARY", "binary: cannot be read: not UTF-8 text; save it as UTF-8"),
     ],
@@ -264,6 +267,7 @@ CASES = {
     ],
     "tools.train_tokenizer": [
         ("--input NONE --output OUT", "nothing does not exist"),
+        ("--input FILE --output FILE", "--output .*file: this command reads it, or its folder, as input; give another"),
         ("--input TEXT --output OUT --vocab-size 10", "vocab_size 10 is too small: .* set 264 or more"),
         ("--input TEXT --output OUT --workers 0", "--workers: 0: a whole number, 1 or more"),
         ("--input TEXT --output RUN", r"--output .* is a folder: name a file in it, such as .*/tokenizer\.model"),

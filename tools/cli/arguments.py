@@ -18,7 +18,7 @@ import select
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -160,6 +160,12 @@ def check_writable(path: Path, flag: str) -> None:
             pass
     except OSError as error:
         raise ValueError(f"{flag} {path}: cannot be written ({error.strerror}: {folder}); give another file") from error
+
+
+def check_not_read(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
+    """Raise ValueError naming the option if the output file is one of the inputs, or lies in a folder among them."""
+    if any(path.resolve().is_relative_to(Path(given).resolve()) for given in inputs):
+        raise ValueError(f"{flag} {path}: this command reads it, or its folder, as input; give another file")
 
 
 def check_picture(path: Path, flag: str) -> None:

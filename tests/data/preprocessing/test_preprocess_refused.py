@@ -1,6 +1,7 @@
 """Splits, broken lines, and what tools.preprocess_data refuses."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -77,6 +78,16 @@ def test_messages(tmp_path, capsys, inline, changes, message):
     assert main([word for pair in options.items() for word in pair]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out_*"))
+
+
+@pytest.mark.parametrize("given", ["", "x_text_document.json", "*.json"])
+def test_outputs_that_the_next_run_would_read_as_text_are_refused(tmp_path, capsys, inline, given):
+    path = write(tmp_path / "x_text_document.json", [{"text": "a"}])
+    words = ["--input", str(tmp_path / given), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "x")]
+    assert main([*words, "--overwrite"]) == 2
+    assert re.search(r"--output-prefix .*x_text_document\.json: this command reads it, or its", capsys.readouterr().err)
+    assert path.read_text() == '{"text": "a"}\n'
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_input_without_text(tmp_path, inline):
