@@ -75,6 +75,8 @@ def source_files(corpus: Corpus) -> list[SourceFile]:
         raise ValueError("the corpus names no files: set 'stdlib', a path, a glob or a list of them")
     if isinstance(corpus, (str, Path)):
         corpus = [corpus]
+    if "" in corpus:
+        raise ValueError("the corpus names an empty path: set 'stdlib', a path, a glob or a list of them")
     files_by_path: dict[Path, SourceFile] = {}
     for entry in corpus:
         for file in _expand(str(entry)):
@@ -184,6 +186,10 @@ def _expand(entry: str) -> list[SourceFile]:
         if matches:
             return [_source_file(p) for p in matches]
         raise FileNotFoundError(f"no file matches the glob {entry}: correct it, and quote it against the shell")
+    if path.exists():
+        raise ValueError(
+            f"the data path {entry} is neither a file nor a folder: write its text to a file, and name that file"
+        )
     above = path.parent
     while not above.exists():
         above = above.parent

@@ -18,6 +18,18 @@ def lines(*texts: str, key: str = "text") -> bytes:
     return b"".join(json.dumps({key: text, "meta": {"pile_set_name": "Github"}}).encode() + b"\n" for text in texts)
 
 
+def test_path_that_holds_no_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").write_bytes(lines("a"))
+    for corpus in ("", ["x.jsonl", ""]):
+        with pytest.raises(ValueError, match=r"the corpus names .*: set 'stdlib', a path, a glob or a list of them"):
+            source_files(corpus)
+    with pytest.raises(
+        ValueError, match="the data path /dev/null is neither a file nor a folder: write its text to a file"
+    ):
+        source_files("/dev/null")
+
+
 def read(path: Path | str, key: str = "text") -> list[Document]:
     return list(read_documents(source_files(path), key))
 
