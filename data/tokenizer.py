@@ -126,8 +126,10 @@ class SentencePieceTokenizer:
 
         content = path.read_bytes()
         try:
+            if not content:  # the library takes an empty file for a model
+                raise EOFError
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except (RuntimeError, OSError, UnicodeDecodeError) as error:
+        except (RuntimeError, OSError, EOFError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} is not a SentencePiece model. Train one with python -m tools.train_tokenizer, or set"
                 " data.tokenizer.type to the type of the file."

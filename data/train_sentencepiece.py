@@ -48,7 +48,7 @@ def train_sentencepiece(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_lines(texts),
             model_writer=model,
-            vocab_size=vocab_size,
+            vocab_size=min(vocab_size, 2**31 - 1),  # a larger one is no number to the library
             model_type=model_type,
             byte_fallback=True,
             normalization_rule_name="identity",

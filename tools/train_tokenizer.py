@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0
     check_writable(options.output, "--output")
+    threads = min(options.workers, 128)  # the library fails where the machine cannot start all
     start = time.perf_counter()
     held_out: list[str] = []
     sample = TextSample(options.sample_characters)
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     temporary = options.output.with_name(f".{options.output.name}.trained")
     try:
         train_sentencepiece(
-            texts, temporary, vocab_size=options.vocab_size, model_type=options.model_type, threads=options.workers
+            texts, temporary, vocab_size=options.vocab_size, model_type=options.model_type, threads=threads
         )
         tokenizer = load_tokenizer("sentencepiece", temporary)
         # Written first: the same command would refuse a tokenizer without its record.
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         temporary.unlink(missing_ok=True)
     measured, source = (held_out, "held-out documents") if held_out else (texts[:100], "the training text")
-    tokens = sum(len(ids) for ids in tokenizer.encode_batch(measured, options.workers))
+    tokens = sum(len(ids) for ids in tokenizer.encode_batch(measured, threads))
     size = sum(len(text.encode()) for text in measured)
     print(f"{options.output}: {tokenizer.vocab_size:,} pieces, {size / tokens:.3f} bytes per token on {source}")
     print(f"{time.perf_counter() - start:.1f} seconds")

@@ -135,7 +135,7 @@ def test_a_tokenizer_of_one_document(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_tokenizer, "split_position", lambda document: 0.005)
     (tmp_path / "a.txt").write_text("some words of a text that go on\n" * 300)
     words = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "t.model"), "--vocab-size", "280"]
-    assert train_tokenizer.main(words) == 0
+    assert train_tokenizer.main([*words, "--workers", "9" * 15]) == 0
     assert "280 pieces" in (printed := capsys.readouterr().out)
     assert "on the training text" in printed
 

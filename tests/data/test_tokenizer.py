@@ -90,6 +90,8 @@ def test_a_vocabulary_that_the_text_cannot_fill(tmp_path):
         ValueError, match=r"^the vocabulary size 5000 .* is too large .*: set \d+ or less, or add text$"
     ):
         train_sentencepiece(["a few words of text\n" * 3], tmp_path / "x.model", vocab_size=5000)
+    with pytest.raises(ValueError, match=r"size 90{10} .* is too large for this text: set \d+ or less"):
+        train_sentencepiece(["some words\n"], tmp_path / "x.model", vocab_size=9 * 10**10)
     with pytest.raises(ValueError, match=r"size 264 .* is too small for the characters of this text: set 770 or more$"):
         train_sentencepiece(["".join(map(chr, range(0x4E00, 0x5000)))], tmp_path / "x.model", vocab_size=264)
     for text in ("", "ab", "\0"):
@@ -128,8 +130,10 @@ def test_wrong_files(tmp_path):
 def test_damaged_sentencepiece_model_is_named(sentencepiece, tmp_path):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(Path(sentencepiece.path).read_bytes().replace(b"<0x41>", b"<\xffx41>"))
-    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model"):
-        load_tokenizer("sentencepiece", path)
+    for content in (path.read_bytes(), b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model"):
+            load_tokenizer("sentencepiece", path)
 
 
 def hf_file(folder, tokens: list[str]) -> None:
