@@ -84,7 +84,8 @@ def require_divisor(key: str, value: int, name: str, dividend: float) -> None:
 
 def nearest_divisors(dividend: int, wanted: int) -> list[int]:
     """Return the largest divisor of `dividend` below `wanted` and the smallest above it, as far as they exist."""
-    small = [d for d in range(1, isqrt(dividend) + 1) if dividend % d == 0]
+    # The limit is for mistyped numbers, whose divisors would take hours.
+    small = [d for d in range(1, min(isqrt(dividend), 2**20) + 1) if dividend % d == 0]
     divisors = {*small, *(dividend // d for d in small)}
     below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
     return [*([max(below)] if below else []), *([min(above)] if above else [])]

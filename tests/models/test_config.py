@@ -28,6 +28,7 @@ SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
         ({"norm_eps": 0.0}, "model.norm_eps = 0.0: must be greater than 0"),
         ({"init_std": float("nan")}, "model.init_std = nan: must be greater than 0"),
         ({"num_heads": 5}, "model.num_heads = 5 does not divide model.hidden_size = 48; nearest .* 4 or 6"),
+        ({"hidden_size": 10**29, "num_heads": 7}, "model.num_heads = 7 does not .* = 1e.29; nearest .* 5 or 8"),
         ({"num_heads": 100}, "model.num_heads = 100 does not divide .* 48$"),
         ({"num_heads": 16}, "num_heads = 16 does not divide key_dim of metala, .* = 24; nearest .* 12 or 24"),
         ({"hidden_size": 49, "num_heads": 7}, "key_dim of metala"),
