@@ -12,6 +12,7 @@ from pathlib import Path
 from data.atomic_io import atomic_write
 from data.corpus.discovery import source_files
 from data.corpus.readers import read_documents
+from data.machine_memory import machine_memory
 from data.progress import ProgressBar
 from data.synthetic.retrieval_text import MOST_DOCUMENTS, RETRIEVAL_TASKS, sentences, training_example
 from data.synthetic.ruler import TASKS
@@ -65,12 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(options: argparse.Namespace) -> None:
     if unknown := [task for task in options.tasks if task not in TASKS]:
         raise ValueError(f"--tasks {','.join(unknown)}: allowed are {', '.join(TASKS)}")
-    if not options.tasks:
-        raise ValueError(f"--tasks is empty: name one or more of {', '.join(TASKS)}")
     if options.min_tokens > options.max_tokens:
         raise ValueError(
             f"--min-tokens {options.min_tokens}: at most --max-tokens {options.max_tokens} is allowed; lower one, or raise the"
             " other"
+        )
+    if options.max_tokens > (memory := machine_memory()):  # a token has one byte or more
+        raise ValueError(
+            f"--max-tokens {options.max_tokens}: a text must fit into this machine's memory of {memory:,} bytes; give less"
         )
     if options.documents > MOST_DOCUMENTS:
         raise ValueError(f"--documents {options.documents}: at most {MOST_DOCUMENTS} are allowed; use several --seed")

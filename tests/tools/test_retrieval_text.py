@@ -111,6 +111,11 @@ def test_needles_hide_in_the_sentences_of_a_text(tmp_path, capsys):
         (["--documents", "2000000000"], "--documents 2000000000: at most 1000000000 are allowed; use several --seed"),
         (["--haystack", "nosuch"], "error: the data path nosuch does not exist"),
         (["--tokenizer-type", "hf", "--vocab-file", "nosuch"], "error: the tokenizer file nosuch does not exist"),
+        (
+            ["--max-tokens", "9" * 20],
+            f"--max-tokens {'9' * 20}: a text must fit into this machine's memory of .*; give less",
+        ),
+        (["--haystack", ""], "the corpus names an empty path: set 'stdlib', a path"),
         (["--output", "HERE"], "exists; name another --output, or replace it with --overwrite"),
         (["--output", "HERE", "--overwrite", "--haystack", "HERE"], "--output .*here: this command reads it"),
     ],

@@ -245,6 +245,10 @@ CASES = {
     ],
     "tools.retrieval_text": [
         (
+            "--output OUT --documents 2 --tokenizer-type bytes --tasks ,",
+            "--tasks: ',' is an empty list: give one value or more, as A,B",
+        ),
+        (
             "--output OUT --documents 2 --tokenizer-type bytes --tasks nosuch",
             "--tasks nosuch: allowed are niah_single_1",
         ),

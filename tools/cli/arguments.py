@@ -187,24 +187,20 @@ def utf8_text(text: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Split "A,B" into a list."""
-    return [word for word in text.split(",") if word]
+    """Split "A,B" into a list. Raises ArgumentTypeError if it is empty."""
+    if not (parts := [word for word in text.split(",") if word]):
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty list: give one value or more, as A,B")
+    return parts
 
 
 def numbers(text: str) -> list[int]:
     """Split "1,2" into a list of whole numbers >= 0. Raises ArgumentTypeError for other text, as do the functions below."""
-    return _numbers(text, from_zero, "0,1")
+    return [from_zero(word) for word in words(text)]
 
 
 def positive_numbers(text: str) -> list[int]:
     """Split "1,2" into a list of whole numbers >= 1."""
-    return _numbers(text, positive, "1024,2048")
-
-
-def _numbers(text: str, parse: Callable[[str], int], example: str) -> list[int]:
-    if not (parts := words(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} holds no number: give some, such as {example}")
-    return [parse(word) for word in parts]
+    return [positive(word) for word in words(text)]
 
 
 def positive(text: str) -> int:
