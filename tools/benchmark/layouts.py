@@ -21,12 +21,12 @@ from megatron_lite.config.loader import load_config
 from megatron_lite.plural import counted
 from models.config import ModelConfig
 from tools.cli.process_status import describe_status
+from tools.cli.worker_environment import worker_environment
 
 from .report import machine, plot_bars, table, write_csv
 from .timing import timed
 from .training_models import project_batch
 
-ROOT = Path(__file__).parents[2]
 LONG = 1 << 17  # tokens per sequence with context parallelism, and on the GPU beside it
 
 
@@ -125,13 +125,17 @@ def _launch(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {
+        **worker_environment(),
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     words = [sys.executable, "-m", "tools.benchmark.layouts", str(config), str(steps)]
     words += [json.dumps([asdict(case) for case in group]), *overrides]
     running = [
         subprocess.Popen(
             words,
-            cwd=ROOT,
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stderr=None if rank == 0 else subprocess.DEVNULL,

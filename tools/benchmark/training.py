@@ -23,11 +23,11 @@ from typing import Any
 
 from data.progress import ProgressBar
 from tools.cli.process_status import describe_status, signal_name
+from tools.cli.worker_environment import worker_environment
 
 from .report import plot_bars, plot_lines, table, write_csv
 from .training_models import MODELS_UNDER_TEST, PRECISIONS, PROJECT, PROJECT_CHANGES, project_config
 
-ROOT = Path(__file__).parents[2]
 Shape = tuple[int, int]  # length and batch
 _MACHINE_SECONDS = 300
 
@@ -228,8 +228,7 @@ def _messages(task: dict[str, Any], caches: dict[str, str], log: Any, end: float
     log.flush()
     worker = subprocess.Popen(
         [sys.executable, "-m", "tools.benchmark.training_worker", json.dumps({**task, "launched": time.time()})],
-        cwd=ROOT,
-        env={**os.environ, **caches, "PYTHONUNBUFFERED": "1"},
+        env={**worker_environment(), **caches, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
@@ -280,8 +279,11 @@ def _earlier(record: Path, plan: Plan) -> list[dict[str, Any]]:
         return []
     content = record.read_bytes()
     whole = content.rfind(b"\n") + 1
+    try:
+        lines = [json.loads(text) for text in content[:whole].splitlines()]
+    except ValueError as error:
+        raise ValueError(f"--resume: {record} is damaged ({error}); leave --resume out, which renames it") from error
     os.truncate(record, whole)  # remove an incomplete last line
-    lines = [json.loads(text) for text in content[:whole].splitlines()]
     settings = next((line["settings"] for line in lines if "settings" in line), None)
     if settings is not None and settings != plan.settings():
         other = [f"{key} {settings[key]!r}" for key, value in plan.settings().items() if settings.get(key) != value]

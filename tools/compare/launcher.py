@@ -22,13 +22,13 @@ from data.progress import ProgressBar
 from megatron_lite.metrics.logger import FILE_NAME
 from megatron_lite.plural import counted
 from tools.cli.process_status import describe_status
+from tools.cli.worker_environment import worker_environment
 from tools.compare.spec import Run, differing_keys
 from tools.compare.token_files import check_token_files, write_token_files
 
 if TYPE_CHECKING:
     from tools.loading.token_data import PreparedData
 
-_ROOT = Path(__file__).parents[2]
 # Time that a run has to write its checkpoint after it was stopped.
 _SECONDS_TO_SAVE = 180.0
 _POLL_SECONDS = 0.2
@@ -263,9 +263,8 @@ class _Slot:
             self._process.wait()
 
     def _start(self, threads: int) -> subprocess.Popen[str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        environment = {**worker_environment(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
         environment |= {"CUDA_VISIBLE_DEVICES": "" if self.device == "cpu" else self.device}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         return subprocess.Popen(
             [sys.executable, "-m", "tools.compare.worker", *self._options],
             stdin=subprocess.PIPE,

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_lite.config.files import CONFIGS
 from models.config import ModelConfig
 from models.mixers import MIXERS
 from tests.tools.benchmark.tiny_model import TINY, read
@@ -229,6 +230,36 @@ def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ["profile", "--output", str(tmp_path), "--shape", "2048"], capsys
     )
     assert not list(tmp_path.iterdir())
+    record = tmp_path / "train.jsonl"
+    record.write_text('{"row":\nhalf a line')
+    assert re.search(
+        r"--resume: .*train\.jsonl is damaged \(.*\); leave --resume out", refusal([*common, "--resume"], capsys)
+    )
+    assert record.read_text() == '{"row":\nhalf a line'
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_configuration_is_found_from_any_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny.yml").write_text(f"include: [{CONFIGS / 'metala_1.4b.yml'}]")
+    monkeypatch.chdir(tmp_path)
+    main(
+        [
+            "train",
+            "--config",
+            "tiny.yml",
+            "--output",
+            "out",
+            "--subjects",
+            "metalion",
+            "--steps",
+            "1",
+            "--shapes",
+            "8x2",
+            *TINY,
+        ]
+    )
+    (row,) = read(tmp_path / "out" / "train.csv")
+    assert (row["method"], row["error"]) == ("metalion", "")
 
 
 def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
