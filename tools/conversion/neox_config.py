@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data.tokenizer import load_tokenizer, merges_of, padded_vocab_size
 from megatron_lite.config.neox_hints import NEOX_KEYS
-from tools.conversion.neox_keys import DEFAULTS, HARMLESS, IMPORTANT, OFFLOAD, REFUSED, SAME
+from tools.conversion.neox_keys import DEFAULTS, HARMLESS, IMPORTANT, OFFLOAD, REFUSED, SAME, SMALLEST
 from tools.conversion.neox_translation import Translation, check_complete, merge_files
 
 TOKENIZERS = {"GPT2BPETokenizer": "gpt2", "HFTokenizer": "hf", "SPMTokenizer": "sentencepiece"}
@@ -31,6 +32,9 @@ def translate(files: Mapping[str, Mapping[str, Any]], *, vocab_size: int | None 
         if given.pop(key, None) not in allowed:
             raise out.error(key, neox[key], f"no counterpart, {reason}")
     check_complete(neox, list(files))
+    for key, smallest in SMALLEST.items():
+        if key in neox and not (type(neox[key]) in (int, float) and smallest <= neox[key] < math.inf):
+            raise out.error(key, neox[key], f"a number of {smallest} or more is allowed")
     if neox.get("finetune") and neox.get("load", neox.get("save")) != neox.get("save"):
         raise out.error(
             "load",
@@ -145,7 +149,7 @@ def _positions(given: dict[str, Any], out: Translation) -> None:
     share, longest = given.pop("rotary_pct", 1.0), given.pop("max_position_embeddings", None)
     if kind not in ("rotary", "learned", "none"):
         raise out.error("pos_emb", kind, "rotary, learned and none have a counterpart here")
-    out.set("model.mixer_options.attention.rotary_pct", float(share) if kind == "rotary" else 0.0)
+    out.set("model.mixer_options.attention.rotary_pct", share if kind == "rotary" else 0.0)
     if kind == "learned":
         out.set("model.positions", "learned")
         out.set("model.max_positions", longest or given.get("seq_length", 2048))
@@ -206,9 +210,9 @@ def _optimizer(value: Mapping[str, Any], given: dict[str, Any], out: Translation
         out.set("optimizer.weight_decay", parameters["weight_decay"])
     out.set("optimizer.no_weight_decay", ["norm", "bias", "decay"])
     out.assumed.append("optimizer.no_weight_decay = [norm, bias, decay]: embeddings have weight decay in GPT-NeoX")
-    ratio = float(given["min_lr"]) / out.tree["optimizer"]["lr"]
+    ratio = given["min_lr"] / out.tree["optimizer"]["lr"]
     if "decay_lr_to" in given and "min_lr" not in out.spelling:
-        ratio = float(given["decay_lr_to"])
+        ratio = given["decay_lr_to"]
     out.set("schedule.min_lr_ratio", round(ratio, 12))
 
 
@@ -232,7 +236,7 @@ def _warmup(value: float, given: dict[str, Any], out: Translation) -> None:
     if decay is None:
         out.set("schedule.warmup_fraction", value)
     else:  # a share of lr_decay_iters in GPT-NeoX, of train_steps here
-        out.set("schedule.warmup_steps", round(float(value) * decay))
+        out.set("schedule.warmup_steps", round(value * decay))
 
 
 def _warmup_steps(value: int, given: dict[str, Any], out: Translation) -> None:

@@ -23,6 +23,12 @@ ALIASES = {
     "lr_warmup_fraction": "warmup",
     "clip_grad": "gradient_clipping",
 }
+# Numbers that the translation computes with -> the smallest that is allowed.
+SMALLEST = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "mlp_multiple_of", "make_vocab_size_divisible_by"), 1),
+    **dict.fromkeys(("pipe_parallel_size", "model_parallel_size", "rotary_pct", "min_lr", "decay_lr_to"), 0),
+    **dict.fromkeys(("warmup", "warmup_iters", "train_iters", "lr_decay_iters", "checkpoint_factor"), 0),
+}
 # GPT-NeoX's defaults that differ from those here.
 DEFAULTS: dict[str, Any] = {
     "pos_emb": "learned",
