@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -87,14 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = str(device_of(options.device))
     check_writable(options.output / "evaluation.json", "--output")
     if options.checkpoint is not None:  # refused before whole sets are written
-        locate_checkpoint(options.checkpoint, device=device, dtype=options.dtype)
+        locate_checkpoint(options.checkpoint, device=device, dtype=options.dtype).refuse_images()
     data_dir = data_folder(options.data_dir)
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "data"
-        documents = write_whole_sets(data_dir, data, options.scale)
         checkpoint = options.checkpoint or random_checkpoint(
             options.model, options.tokenizer, Path(folder) / "run", device
         )
+        data = Path(folder) / "data"
+        documents = write_whole_sets(data_dir, data, options.scale)
         exported = Path(folder) / "exported"
         export(checkpoint, exported, dtype=options.dtype)
         prepared = prepare_tasks(TaskRequest(suites=("superglue", "commonsense"), data_dir=data))
@@ -293,6 +294,10 @@ def _warm_up(lm: Any) -> None:
         lm.scorer.shapes.clear()
 
 
+def _batch_size(text: str) -> str | int:
+    return text if re.fullmatch(r"auto(:[1-9]\d*)?", text) else positive(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = command_line("python -m tools.benchmark_evaluation", __doc__, EPILOG)
     parser.add_argument("--data-dir", type=Path, required=True, help="rows of every task, as for eval.py")
@@ -309,7 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
-    parser.add_argument("--hf-batch", default="auto", help="lm-eval's batch size (default auto)")
+    parser.add_argument("--hf-batch", type=_batch_size, default="auto", help="lm-eval's batch size (default auto)")
     parser.add_argument(
         "--hf-max-batch", type=positive, default=512, help="largest batch size that lm-eval tries (default %(default)s)"
     )

@@ -74,6 +74,12 @@ CASES = [
         "nothing does not exist",
     ),
     (
+        "tools.benchmark_evaluation",
+        "--data-dir DATA --tokenizer NONE",
+        "tools.benchmark_evaluation.write_whole_sets",
+        "the tokenizer file .*nothing does not exist",
+    ),
+    (
         "tools.finetune_glue",
         "MASKED --tasks rte --data EMPTY --output OUT",
         "tools.conversion.export_hf.export",
