@@ -60,12 +60,16 @@ def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
     the merges beside it. wordpiece: a BERT ``vocab.txt`` or its folder. bytes: no file; ids 0 to 255 are bytes and 256 ends a
     document.
 
-    Raises ValueError for an unknown type, a missing path or a file of another type, and FileNotFoundError if the file does
-    not exist.
+    Raises ValueError for an unknown type, a missing path, a path of bytes or a file of another type, and FileNotFoundError if the
+    file does not exist.
     """
     if type not in TOKENIZER_TYPES:
         raise ValueError(f"tokenizer type {type!r} is unknown; allowed: {', '.join(TOKENIZER_TYPES)}")
     if type == "bytes":
+        if path is not None:
+            raise ValueError(
+                f"{path}: the tokenizer bytes has no file; leave it out (data.tokenizer.path, or --vocab-file)"
+            )
         return ByteTokenizer()
     if path is None:
         raise ValueError(f"a tokenizer of type {type!r} needs a path (data.tokenizer.path, or --vocab-file)")

@@ -112,6 +112,7 @@ CASES = {
         ("--data-dir NONE --checkpoint RUN", r"--data-dir .*nothing: no such folder\. Name a folder"),
         ("--data-dir EMPTY --checkpoint RUN", "empty lacks .*boolq"),
         ("--data-dir NONE --checkpoint RUN --output FILE/out", "--output .*: cannot be written"),
+        ("--data-dir NONE --checkpoint RUN --hf-batch x", "--hf-batch: x: a whole number, 1 or more"),
         ("--data-dir NONE --checkpoint RUN --scale 0", "--scale: 0: a number above 0"),
     ],
     "tools.compare.__main__": [
@@ -228,6 +229,10 @@ CASES = {
     ],
     "tools.preprocess_data": [
         ("--input NONE --tokenizer-type bytes --output-prefix OUT", "nothing does not exist"),
+        (
+            "--input TEXT --tokenizer-type bytes --vocab-file NONE --output-prefix OUT",
+            "nothing: the tokenizer bytes has no file; leave it out",
+        ),
         ("--input TEXT --tokenizer-type hf --vocab-file TEXT --output-prefix OUT", "is not a Hugging Face tokenizer"),
         (
             "--input TEXT --tokenizer-type bytes --output-prefix OUT --workers 0",
