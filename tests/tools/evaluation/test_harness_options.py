@@ -256,9 +256,9 @@ def test_groups_and_tags_list_their_tasks() -> None:
         (["--tasks", "copa", "--limt", "3"], "unrecognized arguments: --limt 3; the nearest option is --limit"),
         (["--suite", "ruler", "--lengths", "abc"], "--lengths: abc: a whole number, 1 or more, is allowed"),
         (["--suite", "needle", "--lengths", "0", "256"], "--lengths: 0: a whole number, 1 or more, is allowed"),
-        (["--suite", "ruler", "--lengths", ","], "--lengths: ',' holds no number: give some, such as 1024,2048"),
+        (["--suite", "ruler", "--lengths", ","], "--lengths: ',' is an empty list: give one value or more, as A,B"),
         (["--suite", "needle", "--depths", "0", "12.5", "25"], "--depths: 12.5: a whole number, 0 or more, is allowed"),
-        (["--suite", "needle", "--depths", ""], "--depths: '' holds no number: give some, such as 0,1"),
+        (["--suite", "needle", "--depths", ""], "--depths: '' is an empty list: give one value or more, as A,B"),
     ],
 )
 def test_wrong_options_are_refused(words: list[str], message: str, trained_run: Path, capsys) -> None:
