@@ -287,6 +287,16 @@ def test_interrupted_measurement_resumes(
     assert not (tmp_path / "cut" / "perplexity_batches").exists()
 
 
+def test_cached_batches_of_another_length_are_not_used(loaded: LoadedModel, tmp_path: Path) -> None:
+    # 8 pieces of 32 tokens and 4 of 64 are the same tokens in the same order.
+    text, settings = validation_text(loaded), {"sequence_length": 2 * LENGTH, "batch_size": 4, "progress": False}
+    expected = perplexity(loaded, text, **settings)
+    out = tmp_path / "results.json"
+    perplexity(loaded, text, progress=False, cache=open_cache(loaded, out, weights_of(loaded)))
+    measured = perplexity(loaded, text, **settings, cache=open_cache(loaded, out, weights_of(loaded)))
+    assert measured["loss"] == expected["loss"]
+
+
 @pytest.mark.parametrize("words", [[], ["--by-position"]])
 def test_progress_bar_is_hidden_on_request(trained_run: Path, tmp_path: Path, monkeypatch, words: list[str]) -> None:
     hidden: list[bool] = []
