@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import read_json, write_json
 from megatron_lite.checkpoint.storage import versions
+from tools.evaluation.open_model import checkpoint_hash
 from tools.evaluation.results_file import RESULTS_FILE
 from tools.loading.model import LoadedModel
 
@@ -33,12 +34,14 @@ def model_facts(loaded: LoadedModel | HuggingFaceText) -> dict[str, Any]:
 def add_to_run(loaded: LoadedModel, scores: Scores, details: Scores) -> None:
     """Add scores to the run's results file, which its report page and the card of its export show.
 
-    Results of another checkpoint are dropped. details: standard error, chance and number of documents of each score.
+    Results of another checkpoint, or of other weights, are dropped. details: standard error, chance and number of documents of
+    each score.
     """
     path = loaded.run / RESULTS_FILE
     content = read_json(path, "remove it: python eval.py RUN writes it again") if path.is_file() else {}
-    facts = model_facts(loaded)
-    if content.get("checkpoint", facts["checkpoint"]) != facts["checkpoint"]:
+    facts = {**model_facts(loaded), "weights": checkpoint_hash(loaded.checkpoint)}
+    # A run that is trained again in its folder writes other weights under the same name.
+    if any(content.get(key, facts[key]) != facts[key] for key in ("checkpoint", "weights")):
         content = {}
     content = {**facts, **content}
     for key, new in (("results", scores), ("details", details)):

@@ -18,6 +18,7 @@ import torch
 import eval as command
 from tests.parity.launch import launch_forked
 from tools import convert_hf
+from tools.evaluation import run_results
 from tools.evaluation.harness import prepare_tasks
 from tools.evaluation.open_model import checkpoint_hash, locate_model, open_model
 from tools.evaluation.options import evaluation_parser
@@ -143,6 +144,17 @@ def test_scores_of_another_checkpoint_are_replaced(trained_run, tmp_path):
         add_to_run(dataclasses.replace(loaded, run=tmp_path), {suite: scores}, {suite: scores})
     content = json.loads((tmp_path / "results.json").read_text())
     assert content["step"] == 30
+    assert content["results"].keys() == content["details"].keys() == {"two", "three"}
+
+
+def test_scores_of_other_weights_are_replaced(trained_run, tmp_path, monkeypatch):
+    scores = {"copa": {"acc": 0.5}}
+    loaded = dataclasses.replace(load_model(trained_run, device="cpu"), run=tmp_path)
+    for weights, suite in (("a", "one"), ("b", "two"), ("b", "three")):
+        monkeypatch.setattr(run_results, "checkpoint_hash", lambda _, weights=weights: weights)
+        add_to_run(loaded, {suite: scores}, {suite: scores})
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert content["weights"] == "b"
     assert content["results"].keys() == content["details"].keys() == {"two", "three"}
 
 
