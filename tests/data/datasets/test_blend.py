@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.datasets.blend import BlendedDataset, Shares, blend_order, normalized, running_counts, training_dataset
-from data.datasets.causal import CausalDataset
+from data.datasets.causal import CausalDataset, Packing
 from data.datasets.sample_index import epochs_needed
 from data.indexed import IndexedWriter
+from data.loader import batches
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
@@ -151,6 +152,18 @@ def test_repeated_file_wraps_as_in_gpt_neox(tmp_path):
     blend = BlendedDataset([part, part], [0.5, 0.5], num_samples=12)
     taken = [blend[i]["tokens"].tolist() for i in range(0, 12, 2)]
     assert taken == [part[n]["tokens"].tolist() for n in (0, 1, 2, 3, 1, 2)]
+
+
+def test_batches_of_a_blend_hold_the_documents_of_the_file_with_most(tmp_path):
+    with IndexedWriter(tmp_path / "short", np.dtype("<u2")) as writer:
+        for _ in range(20):
+            writer.add_document(np.array([2, 2]))
+    prefixes = [write(tmp_path / "long", 40, 1), tmp_path / "short"]
+    settings = {"sequence_length": 10, "num_samples": 8, "seed": 0, "packing": Packing(reset_at_documents=True)}
+    samples = training_dataset(prefixes, by_weights(1, 1), **settings)
+    (batch,) = next(iter(batches(samples, global_batch_size=2, micro_batch_size=2)))
+    # The first sample has one document, and the second one has five.
+    assert sorted({*batch["cu_seqlens"].tolist()}) == [0, 10, 12, 14, 16, 18, 20]
 
 
 def test_one_file_in_the_order_neox_has_the_margin_of_gpt_neox(tmp_path):

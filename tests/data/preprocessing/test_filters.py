@@ -111,6 +111,8 @@ def test_quality_rules(text, problem):
         (" ".join([*["of the house"] * 30, *["#"] * 11]), "symbols"),
         (" ".join([*["of the house"] * 40, *["1234"] * 30]), None),  # 80 %
         (" ".join([*["of the house"] * 40, *["1234"] * 31]), "words without a letter"),
+        # 21 % of the characters are in two repeats of a line, which are 9 % of the lines.
+        ("\n".join([f"{PROSE} {PROSE}"] * 3 + [f"{PROSE[:64]} {n:02}" for n in range(20)]), "repeated lines"),
         # 23 % and 18 % of the characters are in repeated lines.
         ("\n".join([*(f"{PROSE} It is page {n}." for n in range(2)), PROSE, PROSE]), "repeated lines"),
         ("\n".join([*(f"{PROSE} It is page {n}." for n in range(3)), PROSE, PROSE]), None),

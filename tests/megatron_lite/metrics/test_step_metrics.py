@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,5 +49,7 @@ def test_values_that_only_some_runs_have(monkeypatch):
 
 def test_values_of_a_step(monkeypatch):
     values = values_of(monkeypatch, {})
+    # On a CPU the largest resident size so far, in kilobytes of 1024 bytes.
+    assert values["memory_gib"] == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30)
     assert (values["tokens"], values["tokens_per_second"], values["skipped_steps"]) == (640, 32, 3)
     assert (values["step_seconds"], values["data_seconds"], values["data_share"]) == (2.0, 0.5, 0.25)

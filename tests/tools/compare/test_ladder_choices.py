@@ -87,6 +87,16 @@ def test_last_positions_have_the_noise_of_one_run() -> None:
     assert choices_at_m([*rows, one_seed], []).rows[0][-1] == "+1.0500 ± 0.0707", "the fewest seeds of a model"
 
 
+def test_mixers_with_the_lowest_loss_in_most_sources_have_their_numbers_of_sources() -> None:
+    sources = {"a": (1, 1, 1, 5, 5, 5), "b": (5, 5, 5, 1, 1, 5), "c": (5, 5, 5, 5, 5, 1)}
+    rows = [
+        Row(model, model, "m", 9, 9, {"loss": {1: 4.0}, **{f"loss/{i}": {1: x} for i, x in enumerate(losses)}})
+        for model, losses in sources.items()
+    ]
+    cells = {row[0]: list(row[1:]) for row in choices_at_m(rows, []).rows}
+    assert cells["lowest loss in most sources"] == ["a", "-", "3 of 6", "b", "2 of 6"]
+
+
 def test_noise_of_a_run_comes_from_its_own_size_or_from_the_predictions() -> None:
     """Estimate the noise; the order of the models, and the means of models and seeds, change nothing."""
 

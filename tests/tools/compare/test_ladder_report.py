@@ -19,6 +19,7 @@ from tools.compare.ladder_predictions import Prediction, store_predictions, stor
 from tools.compare.ladder_report import markdown, write_ladder
 from tools.compare.results import Result, read_results, rows_of, unreadable_note
 from tools.compare.rungs import Ladder
+from tools.compare.scaling_fit import fit_losses
 
 
 def law(N: float, D: float) -> float:
@@ -265,6 +266,17 @@ def test_exponents_that_the_runs_do_not_determine_are_named(tmp_path: Path) -> N
         assert result.final is not None
         result.final["loss"] = law(result.run.body, 1e30) + 0.01 * (number % 3)
     assert f" Exponents are fitted between 0.01 and 2. {sentence}" in note()
+
+
+def test_the_own_exponents_of_a_model_give_the_loss_of_its_own_fit(tmp_path: Path) -> None:
+    planned, runs, results = ladder_results(tmp_path)
+    for number, result in enumerate(results):
+        assert result.final is not None
+        result.final["loss"] += 0.01 * (number % 3)
+    points = ladder_predictions.points_of([r for r in results if not planned.ladder.is_largest(r.run.size)])
+    expected = fit_losses(*points["softmax"]).predict(4e7, 4e8)[0]
+    predictions, _ = ladder_predictions.predict(planned.ladder, [run for run in runs if run.size == "40m-10x"], results)
+    assert predictions["softmax"]["40m-10x"].own == expected
 
 
 def test_the_mean_of_both_fits_is_the_prediction(tmp_path: Path) -> None:

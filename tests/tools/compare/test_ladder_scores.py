@@ -7,8 +7,10 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.tools.compare.test_ladder_report import ladder_results, law
-from tools.compare.ladder_scores import scores
+from tools.compare.ladder_scores import _correlation, scores
 
 
 def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_with_the_loss(tmp_path: Path) -> None:
@@ -48,3 +50,34 @@ def test_scores_of_the_largest_rung_have_errors_chance_and_their_correlation_wit
     # A diverged run has no place in the correlation.
     results[0] = replace(results[0], final={"loss": math.nan})
     assert scores(["40m-10x"], runs, results).rows[1][2] == "-1.00"
+
+
+@pytest.mark.parametrize(
+    ("losses", "values", "expected"),
+    [
+        ([1, 2, 3, 4, 5], [5, 4, 3, 2, 1], "-1.00"),
+        ([1, 1, 1, 2, 2], [5, 5, 5, 4, 4], "-1.00"),
+        ([1, 2, 3, 4, 5], [5, 5, 5, 5, 5], "-"),
+        ([1, 1, 1, 1, 1], [5, 4, 3, 2, 1], "-"),
+        ([1, 2, 3, 4], [4, 3, 2, 1], "-"),
+    ],
+)
+def test_correlation_needs_five_runs_and_differences(losses: list[float], values: list[float], expected: str) -> None:
+    assert _correlation(list(zip(losses, values, strict=True))) == expected
+
+
+def test_tasks_after_fine_tuning_with_one_seed_have_no_error(tmp_path: Path) -> None:
+    _, runs, results = ladder_results(tmp_path)
+    (runs[8].folder / "rte").mkdir()
+    (runs[8].folder / "rte" / "glue.json").write_text(json.dumps({"runs": {"rte": {"0": {"accuracy": 0.6}}}}))
+    ruler = {
+        "results": {"ruler": {"niah": {"score": 0.05}}},
+        "details": {"ruler": {"niah": {"score": {"stderr": 0.01}}}},
+    }
+    (runs[8].folder / "results.json").write_text(json.dumps(ruler))
+    section = scores(["40m-10x"], runs, results)
+    assert section.rows == [
+        ["rte after fine-tuning, accuracy", "-", "-", "0.600"],
+        ["niah, score", "0.000", "-", "0.050 ± 0.010"],
+    ]
+    assert section.note.endswith(" Not measured: Metala.")

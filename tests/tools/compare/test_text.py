@@ -70,6 +70,9 @@ def test_held_out_text_that_training_holds_is_refused(text, monkeypatch, capsys)
     assert training_tokens_of(planned) == 600
     monkeypatch.setattr(held_out, "shared_documents", lambda *_, **__: pytest.fail("the text has not changed"))
     check_held_out(planned, ladder, runs)
+    with pytest.raises(pytest.fail.Exception, match="the text has not changed"):
+        check_held_out(planned, ladder, text(["a b c " * 100], ["something new " * 50]))
+    runs = text(["a b c " * 100], ["something else " * 50])
     runs[0].config.schedule.train_steps = 60
     with pytest.raises(
         ValueError, match=r"3,840 tokens / 600 training tokens = 6\.4 passes .*max_passes = 4 is allowed"
