@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from argparse import Namespace
 from dataclasses import replace
@@ -20,6 +21,7 @@ from megatron_lite.config.loader import load_config
 from megatron_lite.parallel.grid import init_grid
 from megatron_lite.validation import evaluate
 from models.config import ModelConfig
+from tools.evaluation.loss_by_position import LossByPosition
 from tools.evaluation.request import TextRequest
 from tools.loading.engine import build_engine
 from tools.loading.model import load_located, load_model
@@ -41,7 +43,7 @@ def test_loss_by_position(trained_run, tmp_path, capsys):
 
 
 def test_axis_of_positions_has_ticks_up_to_the_longest_text(tmp_path, monkeypatch):
-    from tools.evaluation.loss_by_position import LossByPosition, plot_positions
+    from tools.evaluation.loss_by_position import plot_positions
 
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
@@ -49,6 +51,14 @@ def test_axis_of_positions_has_ticks_up_to_the_longest_text(tmp_path, monkeypatc
     results = [LossByPosition(f"t{i}", np.ones(64), counts, 1.0, 32, np.zeros(0)) for i, counts in enumerate(tokens)]
     plot_positions(results, tmp_path / "positions.png")
     assert figures[0].axes[0].get_xticks().tolist() == [2**power for power in range(7)]
+
+
+def test_a_mean_over_positions_leaves_out_those_without_a_token():
+    nll, tokens = np.array([3.0, 1.0, math.nan, math.nan]), np.array([1, 3, 0, 0])
+    result = LossByPosition("t", nll, tokens, bytes_per_token=2.0, trained_length=2, changes=np.zeros(0))
+    assert result.mean(1, 4) == pytest.approx(1.5 / math.log(2) / 2)
+    (span,) = result.bins(1)
+    assert span == {"from": 1, "to": 2, "tokens": 4, "loss": 1.5, "bits_per_byte": pytest.approx(1.5 / math.log(2) / 2)}
 
 
 @pytest.mark.parametrize("short", ["text", "length"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 
@@ -87,4 +88,8 @@ def test_exact_match_is_per_question():
     assert actual["answer_acc_stderr"] == pytest.approx(statistics.stdev([1, 0, 1, 1, 1]) / 5**0.5)
     two = [sample(0, 1, -0.5), sample(0, 0, -0.5, paragraph=1)]
     assert multirc_metrics(two)["exact_match"] == 1 / 2, "question 0 of another paragraph is another question"
-    assert multirc_metrics([sample(0, 0, -1.0)])["answer_acc"] == 1.0, "equal likelihoods count as no"
+    assert multirc_metrics(two)["exact_match_stderr"] == pytest.approx(statistics.stdev([0, 1]) / 2**0.5)
+    alone = multirc_metrics([sample(0, 0, -1.0)])
+    assert alone["answer_acc"] == 1.0, "equal likelihoods count as no"
+    assert alone["f1a"] == 0.0
+    assert math.isnan(alone["exact_match_stderr"])

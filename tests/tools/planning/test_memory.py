@@ -309,6 +309,8 @@ def test_step_bytes_are_those_of_the_peak():
     assert step_bytes([muon], Setting("bf16", 1, 1, momentum=4))["optimizer"] == 12000 - 800 * 4
     assert step_bytes([muon], Setting("bf16", 1, 4, momentum=2))["optimizer"] == (12000 - 800 * 6) / 4
     assert step_bytes([muon], Setting("bf16", 1, 1))["optimizer"] == 12000
+    narrow = Setting("bf16", 1, 4, optimizer_state="bf16", momentum=2)
+    assert step_bytes([muon], narrow)["optimizer"] == (4000 - 800 * 2) / 4
 
 
 def test_buffers_of_large_models_have_limits():
