@@ -115,18 +115,27 @@ def _scores_of(run: Run) -> Scores:
 
 
 def _fine_tuned(run: Run) -> Scores:
-    """Return mean and standard error over the seeds that `tools.finetune_glue` wrote for a run."""
+    """Return mean and standard error over the seeds that `tools.finetune_glue` wrote for a run.
+
+    Runs from the weights of another task, and trials on a part of the validation split, are scores of their own.
+    """
     scores_by_key: Scores = {}
     for path in sorted(run.folder.glob("*/glue.json")):
         content = read_json(path, f"remove it; tools.finetune_glue {run.folder} writes it again", "runs")
-        for task, seeds in content["runs"].items():
-            for metric in dict.fromkeys(metric for values in seeds.values() for metric in values):
-                of_seeds = [values[metric] for values in seeds.values() if values.get(metric) is not None]
-                if of_seeds:
-                    error = statistics.stdev(of_seeds) / math.sqrt(len(of_seeds)) if len(of_seeds) > 1 else None
-                    baseline = content.get("majority", {}).get(task, {}).get(metric)
-                    key = "fine-tuned", f"{task} after fine-tuning", metric
-                    scores_by_key[key] = Score(statistics.mean(of_seeds), error, baseline)
+        trial = "" if content.get("hold_out") is None else " (trial)"
+        groups: dict[tuple[str, str, str], list[float]] = {}
+        for task, runs in content["runs"].items():
+            for number, values in runs.items():  # START/SEED
+                start = number.rpartition("/")[0]
+                words = "" if start in ("", "pretrained") else f" from {start}"
+                for metric, value in values.items():
+                    if value is not None:
+                        groups.setdefault((task, f"{words}{trial}", metric), []).append(value)
+        for (task, words, metric), of_seeds in groups.items():
+            error = statistics.stdev(of_seeds) / math.sqrt(len(of_seeds)) if len(of_seeds) > 1 else None
+            baseline = content.get("majority", {}).get(task, {}).get(metric)
+            key = "fine-tuned", f"{task} after fine-tuning{words}", metric
+            scores_by_key[key] = Score(statistics.mean(of_seeds), error, baseline)
     return scores_by_key
 
 

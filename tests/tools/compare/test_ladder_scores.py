@@ -81,3 +81,18 @@ def test_tasks_after_fine_tuning_with_one_seed_have_no_error(tmp_path: Path) -> 
         ["niah, score", "0.000", "-", "0.050 ± 0.010"],
     ]
     assert section.note.endswith(" Not measured: Metala.")
+
+
+def test_starts_and_trials_of_fine_tuning_are_not_averaged(tmp_path: Path) -> None:
+    _, runs, results = ladder_results(tmp_path)
+    starts = {"pretrained/0": 0.6, "pretrained/1": 0.7, "mnli/0": 0.9, "mnli/1": 0.8}
+    for folder, hold_out in (("glue", None), ("trial", 0.5)):
+        (runs[8].folder / folder).mkdir()
+        content = {"hold_out": hold_out, "runs": {"rte": {key: {"accuracy": value} for key, value in starts.items()}}}
+        (runs[8].folder / folder / "glue.json").write_text(json.dumps(content))
+        starts = {"pretrained/0": 0.5}
+    assert [[row[0], row[3]] for row in scores(["40m-10x"], runs, results).rows] == [
+        ["rte after fine-tuning, accuracy", "0.650 ± 0.050"],
+        ["rte after fine-tuning from mnli, accuracy", "0.850 ± 0.050"],
+        ["rte after fine-tuning (trial), accuracy", "0.500"],
+    ]
