@@ -198,6 +198,12 @@ def test_validation_crop_keeps_the_middle_of_larger_images():
     cut = Augmentation(16, validation_crop=0.8, mean=(0, 0, 0), std=(1, 1, 1))
     assert np.array_equal(cut.read_validation(image).transpose(1, 2, 0), np.array(image)[2:18, 12:28])
     assert cut.read_validation(image.resize((64, 32))).shape == (3, 16, 16)
+    # A wide image keeps its proportions: three stripes of 20 columns have 10 at half the size, and the middle one is left.
+    stripes = Image.fromarray(
+        np.repeat(np.array([0, 100, 200], np.uint8), 20)[None, :, None].repeat(20, 0).repeat(3, 2)
+    )
+    pixels = Augmentation(10).read_validation(stripes)
+    assert np.array_equal(pixels[:, :, 2:8], np.full((3, 10, 6), 100))
 
 
 @pytest.mark.parametrize("crop", ["pad", "resized", "none"])
