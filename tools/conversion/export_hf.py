@@ -138,7 +138,9 @@ def export(
             shapes = {name: tuple(x.shape) for name, x in Renamed(foreign, of_shapes).items()}
         sizes = write_shards(temporary, stored, shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
         parameters = sum(math.prod(shape) for shape in weights.shapes.values())
-        card = model_card(config, model, run=run, step=source.name, parameters=parameters, dtype=dtype, licence=licence)
+        card = model_card(
+            config, model, run=run, checkpoint=source, parameters=parameters, dtype=dtype, licence=licence
+        )
         files = [path for path in temporary.rglob("*") if path.is_file()]
         checksums = {path.relative_to(temporary).as_posix(): file_sha256(path) for path in files}
         (temporary / FILE_NAME).write_text(checksums_text(checksums), encoding="utf-8")

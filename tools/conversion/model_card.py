@@ -11,6 +11,7 @@ from data.atomic_io import read_json
 from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from models.config import ModelConfig
 from models.hf.configuration_metalion import OLDEST_TRANSFORMERS
+from tools.evaluation.open_model import checkpoint_hash
 from tools.reporting.tables import FEW_DOCUMENTS, NO_METRICS, markdown_table
 
 _CITATIONS = {
@@ -55,18 +56,18 @@ def model_card(
     model: ModelConfig,
     *,
     run: Path,
-    step: str,
+    checkpoint: Path,
     parameters: int,
     dtype: str,
     licence: str,
 ) -> str:
     """Return Markdown with the metadata for the Hugging Face hub.
 
-    config: the run's configuration as plain YAML values. step: name of the step folder. parameters: weights, tied ones
-    once. Tables of evaluations come from `results.json` in the run's folder, or for an image classifier from its metrics, as the
+    config: the run's configuration as plain YAML values. checkpoint: the step folder. parameters: weights, tied ones once.
+    Tables of evaluations come from `results.json` in the run's folder, or for an image classifier from its metrics, as the
     numbers of tokens and images.
     """
-    causal = not model.bidirectional_mixers()
+    causal, step = not model.bidirectional_mixers(), checkpoint.name
     name = str(config.get("run", {}).get("name") or run.name)
     images = model.image_size is not None
     tag = "image-classification" if images else "text-generation" if causal else "fill-mask"
@@ -95,7 +96,7 @@ def model_card(
         "## Architecture\n\n" + markdown_table(["", ""], _architecture(model, parameters, dtype), text_columns=2),
         "## Training\n\n" + markdown_table(["", ""], _training(config, model, run, step), text_columns=2),
     ]
-    evaluation = _image_evaluation(run, step) if images else _evaluation(run, step)
+    evaluation = _image_evaluation(run, step) if images else _evaluation(run, checkpoint)
     parts.append("## Evaluation\n\n" + (evaluation or "Not evaluated with this project's tools."))
     cited = [text for key, text in _CITATIONS.items() if any(mixer.startswith(key) for mixer in model.mixers)]
     parts.append(f"## Licence\n\n{licence}")
@@ -171,13 +172,15 @@ def _image_evaluation(run: Path, step: str) -> str:
     return markdown_table(["set", "top-1 accuracy", "top-5 accuracy", "images"], rows) if rows else ""
 
 
-def _evaluation(run: Path, step: str) -> str:
-    """Return a table of results.json if it is about this checkpoint."""
+def _evaluation(run: Path, checkpoint: Path) -> str:
+    """Return a table of results.json if it is about this checkpoint and its weights. The run may have been moved."""
     file = run / "results.json"
     if not file.is_file():
         return ""
     results = read_json(file, "evaluate again, or remove it", "results")
-    if Path(str(results.get("checkpoint", ""))).name != step:
+    if Path(str(results.get("checkpoint", ""))).name != checkpoint.name:
+        return ""
+    if "weights" in results and results["weights"] != checkpoint_hash(checkpoint):
         return ""
     rows: list[list[str]] = []
     few = False

@@ -28,7 +28,7 @@ from tests.tools.conversion.conftest import write_run
 from tools.conversion.logit_parity import load_export, real_text
 from tools.conversion.model_card import model_card
 from tools.convert_hf import main
-from tools.evaluation.open_model import locate_model
+from tools.evaluation.open_model import checkpoint_hash, locate_model
 from tools.evaluation.request import EvaluationRequest
 
 
@@ -232,17 +232,19 @@ def test_model_card_reads_incomplete_metrics(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
     model = ModelConfig(vocab_size=32, num_layers=1, hidden_size=32, num_heads=2)
     facts: dict[str, Any] = {"run": tmp_path, "parameters": 1, "dtype": "fp32", "licence": "mit"}
-    assert "| tokens | 256 |" in model_card({}, model, step="step_00000004", **facts)
-    assert "| tokens | unknown |" in model_card({}, model, step="step_00000003", **facts)
+    assert "| tokens | 256 |" in model_card({}, model, checkpoint=tmp_path / "step_00000004", **facts)
+    assert "| tokens | unknown |" in model_card({}, model, checkpoint=tmp_path / "step_00000003", **facts)
 
 
 def test_model_card_of_an_export(trained_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained_run, run)
-    results = {"pile": {"documents": 3, "perplexity": 12.25}}
-    (run / "results.json").write_text(
-        json.dumps({"checkpoint": "/elsewhere/step_00000030", "results": {"perplexity": results}})
-    )
+    results = {"perplexity": {"pile": {"documents": 3, "perplexity": 12.25}}}
+    facts = {
+        "checkpoint": "/elsewhere/step_00000030",
+        "weights": checkpoint_hash(run / "checkpoints" / "step_00000030"),
+    }
+    (run / "results.json").write_text(json.dumps({**facts, "results": results}))
     assert main(["export", str(run), str(tmp_path / "out"), "--licence", "mit"]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n")
@@ -259,6 +261,10 @@ def test_model_card_of_an_export(trained_run: Path, tmp_path: Path) -> None:
     # Scores of another checkpoint are not shown.
     assert main(["export", str(run / "checkpoints" / "step_00000010"), str(tmp_path / "older")]) == 0
     assert "Not evaluated" in (tmp_path / "older" / "README.md").read_text()
+    # Nor are those of weights that were trained again to the same step.
+    (run / "results.json").write_text(json.dumps({**facts, "weights": "0" * 64, "results": results}))
+    assert main(["export", str(run), str(tmp_path / "again")]) == 0
+    assert "Not evaluated" in (tmp_path / "again" / "README.md").read_text()
 
 
 def test_export_needs_memory_for_one_tensor(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_model_card_of_a_classifier_counts_images_and_has_its_accuracy(tmp_path)
     shape = ModelConfig(vocab_size=3, num_layers=1, hidden_size=16, num_heads=2, image_size=8, pooling="class_token")
     facts: dict[str, Any] = {
         "run": tmp_path,
-        "step": "step_00000004",
+        "checkpoint": tmp_path / "step_00000004",
         "parameters": 1,
         "dtype": "fp32",
         "licence": "mit",
