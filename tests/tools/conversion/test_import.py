@@ -332,7 +332,7 @@ METALA_SHAPE = {
         ("llama", {**SHAPE, "rope_parameters": {**YARN, "factor": 0.5}}, "yarn_factor = 0.5: must be at least 1"),
         (
             "qwen3",
-            {**SHAPE, "sliding_window": 4, "layer_types": ["full_attention", "chunked_attention"]},
+            {**SHAPE, "use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]},
             "layer_types = 'chunked_attention' has no counterpart",
         ),
         ("retnet", {**FLA_SHAPE, "expand_v": 1.5}, "expand_v = 1.5: only whole numbers"),

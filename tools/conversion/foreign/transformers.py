@@ -36,7 +36,7 @@ def gpt_neox(config: Mapping[str, Any]) -> Foreign:
     only(config, {"hidden_act": ("gelu",), "attention_bias": (True,)})
     rope, yarn = _rope(config)
     heads = config["num_attention_heads"]
-    rotary_pct = float(config.get("rotary_pct", rope.get("partial_rotary_factor", 0.25)))
+    rotary_pct = float(rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25)))
     if (rotated := int(config["hidden_size"] // heads * rotary_pct)) % 2:
         raise ValueError(
             f"rotary_pct = {rotary_pct} rotates {rotated} channels of a head: only pairs have a counterpart here"
@@ -51,7 +51,7 @@ def gpt_neox(config: Mapping[str, Any]) -> Foreign:
             "attention": {
                 "bias": True,
                 "rotary_pct": rotary_pct,
-                "rotary_base": float(config.get("rotary_emb_base", rope.get("rope_theta", 10000.0))),
+                "rotary_base": float(rope.get("rope_theta", config.get("rotary_emb_base", 10000.0))),
                 **yarn,
             }
         },
@@ -141,7 +141,7 @@ def llama(config: Mapping[str, Any]) -> Foreign:
 
 def _rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Return the rotary settings, in transformers 5 rope_parameters, in earlier versions rope_scaling, and the keys of YaRN."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "yarn"):
         raise ValueError(
@@ -160,11 +160,19 @@ def _rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]
 
 
 def _window(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a sliding window: `layer_types` names its layers, or else those from `max_window_layers` on."""
-    window, count = config.get("sliding_window"), config["num_hidden_layers"]
-    if window is None or not config.get("use_sliding_window", True):
+    """Return the keys of a sliding window, with transformers' defaults of the `model_type`.
+
+    Llama reads no window, and Mistral has it in every layer. In Qwen3 `layer_types` names its layers, or else those from
+    `max_window_layers` on.
+    """
+    window, count = config.get("sliding_window", 4096), config["num_hidden_layers"]
+    if config["model_type"] == "llama" or window is None:
         return {}
-    first = config.get("max_window_layers", 0)
+    if config["model_type"] == "mistral":
+        return {"window": window}
+    if not config.get("use_sliding_window", False):
+        return {}
+    first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (count - first)
     for kind in kinds:
         only({"layer_types": kind}, {"layer_types": ("full_attention", "sliding_attention")})

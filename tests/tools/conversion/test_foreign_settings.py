@@ -1,0 +1,68 @@
+"""Check settings of transformers' models that are absent, redundant or ignored there: the import reads them as transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from models.language_model import LanguageModel
+from tools.conversion.foreign.mapping import make
+from tools.conversion.foreign.registry import translate
+
+SHAPE = {"vocab_size": 19, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SHAPE["max_position_embeddings"] = 64
+GROUPED = {**SHAPE, "num_key_value_heads": 1, "head_dim": 16}
+ROPE = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+
+
+def window_of(kind: str, **settings: Any) -> tuple[int | None, tuple[int, ...]]:
+    options = translate({"model_type": kind, **GROUPED, **settings}).model.options_of("attention")
+    return options.window, tuple(options.full_layers)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "llama", **GROUPED, "sliding_window": 3},
+        {"model_type": "mistral", **GROUPED, "sliding_window": 3, "use_sliding_window": False},
+        {"model_type": "mistral", **GROUPED, "sliding_window": 3, "max_window_layers": 1},
+        {"model_type": "mistral", **GROUPED, "sliding_window": 3, "layer_types": ["full_attention"] * 2},
+        {"model_type": "qwen3", **GROUPED, "sliding_window": 3},
+        {"model_type": "qwen3", **GROUPED, "sliding_window": 3, "use_sliding_window": True},
+        {"model_type": "qwen3", **GROUPED, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
+        {"model_type": "gpt_neox", **SHAPE, "rotary_pct": 1.0, "rotary_emb_base": 10000, "rope_parameters": ROPE},
+        {"model_type": "llama", **GROUPED, "rope_theta": 1e4, "rope_parameters": {**ROPE, "rope_theta": 9.0}},
+    ],
+)
+def test_settings_are_read_as_in_transformers(settings: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(0)
+    # transformers changes the mappings that it is given
+    config = CONFIG_MAPPING[settings["model_type"]].from_dict(copy.deepcopy(settings))
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    foreign = translate(settings)
+    name = "embed_out" if settings["model_type"] == "gpt_neox" else "lm_head"
+    tensors = {key.replace("lm_head", name): tensor for key, tensor in theirs.state_dict().items()}
+    ours = LanguageModel(foreign.model).eval()
+    weights = {key: make(foreign, key, tensors, tuple(x.shape)) for key, x in ours.named_parameters()}
+    ours.load_state_dict(weights, strict=False)
+    tokens = torch.randint(0, 19, (2, 12))
+    with torch.no_grad():
+        expected = theirs(tokens, use_cache=False).logits
+        assert (ours(tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_absent_windows_have_transformers_defaults() -> None:
+    assert window_of("mistral") == (4096, ())
+    assert window_of("mistral", sliding_window=None) == (None, ())
+    assert window_of("llama") == (None, ())
+    assert window_of("qwen3") == (None, ())
+    assert window_of("qwen3", use_sliding_window=True, max_window_layers=1) == (4096, (0,))
