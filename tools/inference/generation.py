@@ -123,8 +123,11 @@ class TextStream:
 
     def _advance(self, text: str) -> str:
         new = text[self._shown :]
-        self._window = self._window[-self._pending :] if self._pending else self._window
-        self._shown = len(self._tokenizer.decode(self._window))
+        self._shown = len(text)
+        last = self._window[-self._pending :] if self._pending else []
+        # SentencePiece may remove all spaces at the start of a text, so the window begins with another character.
+        if (shown := self._tokenizer.decode(last)).strip(" "):
+            self._window, self._shown = last, len(shown)
         self._pending = 0
         return new
 

@@ -209,6 +209,22 @@ def test_the_first_piece_is_decoded_as_one_that_follows_the_prompt(tmp_path: Pat
     assert streamed(tokenizer, [3], [4, 5, 3]) == [" value", "s", " return", ""]
 
 
+def test_spaces_are_streamed_where_a_tokenizer_removes_them_at_the_start_of_a_text(tmp_path: Path) -> None:
+    """Decode with SentencePiece, which removes all leading spaces, behind a space and behind a control token."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat", "a cat", "the hat"] * 9), model_prefix=str(tmp_path / "m"), vocab_size=24,
+        model_type="bpe", hard_vocab_limit=False, remove_extra_whitespaces=True, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = load_tokenizer("sentencepiece", tmp_path / "m.model")
+    space, cat = tokenizer.encode("x y")[0], [int(i) for i in tokenizer.encode("cat")]
+    assert tokenizer.decode([space, *cat]) == "cat"
+    prompt = [*cat, space]
+    assert "".join(streamed(tokenizer, prompt, [*cat, space, space, *cat])) == " cat   cat"
+    assert "".join(streamed(tokenizer, cat, [tokenizer.end_of_document_id, *cat])) == " cat"
+
+
 def test_decoded_window_has_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, sizes = load_tokenizer("bytes"), []
     decode = tokenizer.decode
