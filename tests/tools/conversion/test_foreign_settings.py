@@ -1,4 +1,4 @@
-"""Check settings of transformers' models that are absent, redundant or ignored there: the import reads them as transformers."""
+"""Check settings that are absent, redundant or ignored in another codebase: an import reads them as that codebase."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tools.conversion.foreign.registry import translate
 SHAPE = {"vocab_size": 19, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 SHAPE["max_position_embeddings"] = 64
 GROUPED = {**SHAPE, "num_key_value_heads": 1, "head_dim": 16}
+# The slowest channel turns several times within the context.
+YARN = {"type": "yarn", "rope_theta": 6.0, "factor": 4.0, "original_max_position_embeddings": 32}
 ROPE = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
 
 
@@ -34,6 +36,8 @@ def window_of(kind: str, **settings: Any) -> tuple[int | None, tuple[int, ...]]:
         {"model_type": "qwen3", **GROUPED, "sliding_window": 3, "use_sliding_window": True},
         {"model_type": "qwen3", **GROUPED, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
         {"model_type": "gpt_neox", **SHAPE, "rotary_pct": 1.0, "rotary_emb_base": 10000, "rope_parameters": ROPE},
+        {"model_type": "llama", **GROUPED, "rope_scaling": {**YARN, "original_max_position_embeddings": 64}},
+        {"model_type": "llama", **GROUPED, "rope_scaling": {**YARN, "beta_slow": 2.0}, "rms_norm_eps": 0.1},
         {"model_type": "llama", **GROUPED, "rope_theta": 1e4, "rope_parameters": {**ROPE, "rope_theta": 9.0}},
     ],
 )
@@ -66,3 +70,11 @@ def test_absent_windows_have_transformers_defaults() -> None:
     assert window_of("llama") == (None, ())
     assert window_of("qwen3") == (None, ())
     assert window_of("qwen3", use_sliding_window=True, max_window_layers=1) == (4096, (0,))
+
+
+def test_absent_head_sizes_of_flash_linear_attention_have_its_defaults() -> None:
+    """Compare with the defaults of its HGRN2Config and RWKV7Config, which come before num_heads."""
+    shape = {"vocab_size": 19, "hidden_size": 512, "num_hidden_layers": 2, "num_heads": 2}
+    for kind, key, default in (("hgrn2", "expand_ratio", 128), ("rwkv7", "head_dim", 64)):
+        heads = [translate({"model_type": kind, **shape, **given}).model.num_heads for given in ({}, {key: None})]
+        assert heads == [512 // default, 2]

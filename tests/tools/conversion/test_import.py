@@ -370,7 +370,7 @@ def test_norm_epsilons_are_imported() -> None:
     assert translated("gpt_neox", **SHAPE, rotary_pct=0.5, layer_norm_eps=1e-3).norm_eps == 1e-3
     assert translated("llama", **SHAPE, rms_norm_eps=1e-3).norm_eps == 1e-3
     for kind, of_mixer in (("gla", 1e-3), ("retnet", 1e-3), ("hgrn2", 1e-5 * 16)):
-        model = translated(kind, **FLA_SHAPE, norm_eps=1e-3)
+        model = translated(kind, **FLA_SHAPE, norm_eps=1e-3, expand_ratio=None)
         assert (model.norm_eps, model.options_of(kind).norm_eps) == (1e-3, pytest.approx(of_mixer))
     for norm, default in (("layernorm", 1e-5), ("rmsnorm", 1e-6), ("simplermsnorm", 1e-6)):
         assert translated("metala", **METALA_SHAPE, norm_type=norm).norm_eps == default

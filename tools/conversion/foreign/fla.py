@@ -65,7 +65,7 @@ def hgrn2(config: Mapping[str, Any]) -> Foreign:
     """
     only(config, _COMMON)
     size = config["hidden_size"]
-    head_dim = config.get("expand_ratio") or size // config["num_heads"]
+    head_dim = config.get("expand_ratio", 128) or size // config["num_heads"]
     heads = size // head_dim
     bounded = bool(config.get("use_lower_bound", True))
     if not bounded and config["num_hidden_layers"] > 1:

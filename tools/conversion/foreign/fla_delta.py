@@ -128,7 +128,7 @@ def rwkv7(config: Mapping[str, Any]) -> Foreign:
     """
     check_settings(config, "rwkv7")
     size, eps = config["hidden_size"], float(config.get("norm_eps", 1e-5))
-    head_dim = config.get("head_dim") or size // config["num_heads"]
+    head_dim = config.get("head_dim", 64) or size // config["num_heads"]
     require_divisor("head_dim", head_dim, "hidden_size", size)
     layers = config["num_hidden_layers"]
     only(config, {"value_dim": (None, size, [size] * layers)})
