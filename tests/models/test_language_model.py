@@ -195,6 +195,19 @@ def test_packed_documents_equal_separate_documents(mixers):
 
 
 @pytest.mark.parametrize("mixers", PATTERNS)
+def test_packed_segments_are_continued_without_a_new_state(mixers):
+    """Continue segments of which one is empty, and read no state after them."""
+    lm = model(mixers).double()
+    tokens, more = torch.randint(0, 61, (1, 9)), torch.randint(0, 61, (1, 3))
+    _, state = lm(tokens, cu_seqlens=torch.tensor([0, 4, 6, 9]), return_state=True)
+    bounds = torch.tensor([0, 1, 1, 3])
+    expected, _ = lm(more, cu_seqlens=bounds, state=state, return_state=True)
+    torch.testing.assert_close(lm(more, cu_seqlens=bounds, state=state), expected)
+    together = lm(torch.cat([tokens[:, 6:], more[:, 1:]], 1))
+    torch.testing.assert_close(expected[:, 1:], together[:, 3:])
+
+
+@pytest.mark.parametrize("mixers", PATTERNS)
 def test_no_token_sees_a_later_one(mixers):
     lm = model(mixers)
     tokens = torch.randint(0, 61, (1, 30))
