@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from models.language_model import LanguageModel
+from tools.conversion.foreign.fla import _lower_bound
 from tools.conversion.foreign.mapping import make
 from tools.conversion.foreign.registry import translate
 
@@ -78,3 +79,19 @@ def test_absent_head_sizes_of_flash_linear_attention_have_its_defaults() -> None
     for kind, key, default in (("hgrn2", "expand_ratio", 128), ("rwkv7", "head_dim", 64)):
         heads = [translate({"model_type": kind, **shape, **given}).model.num_heads for given in ({}, {key: None})]
         assert heads == [512 // default, 2]
+
+
+def test_absent_width_of_rwkv7_is_a_multiple_of_32() -> None:
+    shape = {"model_type": "rwkv7", "vocab_size": 19, "hidden_size": 20, "num_hidden_layers": 2, "head_dim": 10}
+    assert translate(shape).model.mlp_width == 96
+    assert translate({**shape, "hidden_ratio": 3.3}).model.mlp_width == 96
+    assert translate({**shape, "intermediate_size": 70}).model.mlp_width == 70
+
+
+def test_lower_bounds_of_hgrn2_near_zero_and_one_keep_their_digits() -> None:
+    matrix = torch.tensor([[0.0, 12.0], [-25.0, 9.0], [3.0, -14.0]])
+    shares = matrix.double().softmax(0)
+    for layer in (1, 2):
+        logit = _lower_bound(matrix, layer).double()
+        bound, rest = shares[1 : layer + 1].sum(0), shares[0] + shares[layer + 1 :].sum(0)
+        torch.testing.assert_close([torch.sigmoid(logit), torch.sigmoid(-logit)], [bound, rest], rtol=1e-5, atol=0)
