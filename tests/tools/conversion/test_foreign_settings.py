@@ -38,6 +38,7 @@ def window_of(kind: str, **settings: Any) -> tuple[int | None, tuple[int, ...]]:
         {"model_type": "qwen3", **GROUPED, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
         {"model_type": "gpt_neox", **SHAPE, "rotary_pct": 1.0, "rotary_emb_base": 10000, "rope_parameters": ROPE},
         {"model_type": "llama", **GROUPED, "rope_scaling": {**YARN, "original_max_position_embeddings": 64}},
+        {"model_type": "llama", **GROUPED, "rope_scaling": YARN, "original_max_position_embeddings": 8},
         {"model_type": "llama", **GROUPED, "rope_scaling": {**YARN, "beta_slow": 2.0}, "rms_norm_eps": 0.1},
         {"model_type": "llama", **GROUPED, "rope_theta": 1e4, "rope_parameters": {**ROPE, "rope_theta": 9.0}},
     ],

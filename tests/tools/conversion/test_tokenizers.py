@@ -186,6 +186,7 @@ def test_wordpiece_of_a_masked_model(tmp_path: Path) -> None:
     ids = loaded("the cat", "a dog")
     assert loaded.convert_ids_to_tokens(ids["input_ids"]) == ["[CLS]", "the", "cat", "[SEP]", "a", "dog", "[SEP]"]
     assert (loaded.mask_token, loaded.pad_token, loaded.unk_token) == ("[MASK]", "[PAD]", "[UNK]")
+    assert (loaded.cls_token, loaded.sep_token) == ("[CLS]", "[SEP]")
     assert loaded.padding_side == "right"
 
 

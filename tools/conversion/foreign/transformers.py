@@ -151,7 +151,9 @@ def _rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]
         return rope, {}
     only(rope, {"mscale": (None, 0), "mscale_all_dim": (None, 0), "truncate": (True,)})
     given = {name: rope.get(name) for name in ("beta_fast", "beta_slow", "attention_factor")}
-    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    # transformers takes the key beside the rotary settings first
+    key = "original_max_position_embeddings"
+    original = config.get(key) or rope.get(key) or config["max_position_embeddings"]
     return rope, {
         "yarn_factor": float(rope["factor"]),
         "yarn_original_length": original,
