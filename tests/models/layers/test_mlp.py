@@ -37,6 +37,7 @@ def test_channel_mixing_equals_its_equation_and_decodes() -> None:
     config = ModelConfig(**shape, mixers=("kda", "attention"), mlp="rwkv7")
     assert config.mlp_width == 128
     mlp = MLPS["rwkv7"](config).double()
+    assert mlp.mix.tolist() == [1 - channel / 32 for channel in range(32)]
     x = torch.randn(2, 5, 32, dtype=torch.double)
     before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
     hidden = (x + mlp.mix * (before - x)) @ mlp.up_proj.weight.T

@@ -111,7 +111,20 @@ def test_rwkv7_begins_as_the_released_models() -> None:
     assert decay[64:].mean() > decay[:64].mean()
     assert not mixer.decay_down.weight.any()
     torch.testing.assert_close(mixer.norm_weight.detach(), torch.full((128,), (2 / 3) ** 0.7))
-    assert mixer.mix_r[0] == 1
+    for name, power in zip("rwkvag", (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
+        mixes = [1 - (channel / 128) ** (power * 2 / 3) for channel in range(128)]
+        assert getattr(mixer, f"mix_{name}").tolist() == pytest.approx(mixes, abs=1e-6)
+    lines = [channel / 127 - 0.5 for channel in range(128)]
+    inside = [(channel % 64 - 31.5) / 31.5 for channel in range(128)]
+    zigzag = [place * abs(place) for place in inside]
+    rates = [-0.19 + 0.3 * z + 0.4 * line for z, line in zip(zigzag, lines, strict=True)]
+    assert mixer.rate_up.bias.tolist() == pytest.approx(rates, abs=1e-6)
+    assert mixer.value_up.bias.tolist() == pytest.approx([0.73 - 0.4 * line for line in lines], abs=1e-6)
+    assert mixer.removal_scale.tolist() == pytest.approx([0.71 - 0.1 * line for line in lines], abs=1e-6)
+    decays = [-5.5 + 6 * (line + 0.5) ** (1 + 0.5**0.3) + 2.5 * z for z, line in zip(zigzag, lines, strict=True)]
+    assert mixer.decay_up.bias.tolist() == pytest.approx(decays, abs=1e-5)
+    assert mixer.key_scale.tolist() == pytest.approx([1.02] * 128)
+    assert mixer.bonus.tolist() == pytest.approx([-0.04] * 128)
     assert parameter_kind(mixer, "mix_r") == "norm"
 
 

@@ -55,6 +55,21 @@ def test_equations_of_the_paper(case: tuple[str, dict[str, Any]], layer: int) ->
     assert_close(mixer.float()(x.float())[0], expected, 1e-5)
 
 
+def test_small_normalizers_of_normalised_attention_stop_at_1e_6() -> None:
+    """Compare logits of eta from -22 to 0, in the range of the limit and beyond it."""
+    mixer = build(("normalised_attention", {}), torch.float64)
+    x = tokens(12, dtype=torch.float64)
+    with torch.no_grad():
+        mixer.eta_proj.weight.zero_()
+        mixer.eta_proj.weight[:, 0] = 1
+        x[0, :, 0] = -2 * torch.arange(12)
+    weights = {k: v.detach() for k, v in mixer.named_parameters()}
+    expected = equations.normalised_attention(
+        weights, x[0], HEADS, 0, LAYERS, eta=lambda a: torch.maximum(torch.exp(a), torch.full_like(a, 1e-6))
+    )
+    torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_normalizer_of_lstm_is_an_absolute_value(causal: bool) -> None:
     """Inputs are large enough for normalizers beyond 1, and without a feature map they have both signs."""
