@@ -161,7 +161,7 @@ def test_run_and_card_have_documents_error_and_chance(trained_run: Path, eval_da
     detail = content["details"]["tasks"]["copa"]["acc"]
     assert (detail["documents"], detail["whole"], detail["chance"]) == (8, 100, 0.5)
     assert detail["stderr"] == pytest.approx(read_results(tmp_path / "r.json")["results"]["copa"]["acc_stderr,none"])
-    card = _evaluation(trained_run, "step_00000030")
+    card = _evaluation(trained_run, trained_run / "checkpoints" / "step_00000030")
     (trained_run / "results.json").unlink()
     assert f"| {detail['stderr']:,.4g} | 0.5 | 8 of 100 |" in card
     assert "Scores on fewer than 50 documents show only that the task runs." in card
