@@ -164,7 +164,8 @@ def check_writable(path: Path, flag: str) -> None:
 
 def check_not_read(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
     """Raise ValueError naming the option if the output file is one of the inputs, or lies in a folder among them."""
-    if any(path.resolve().is_relative_to(Path(given).resolve()) for given in inputs):
+    resolved = path.resolve()
+    if any(Path(given).resolve() in (resolved, *resolved.parents) for given in inputs):
         raise ValueError(f"{flag} {path}: this command reads it, or its folder, as input; give another file")
 
 

@@ -80,12 +80,14 @@ def test_messages(tmp_path, capsys, inline, changes, message):
     assert not list(tmp_path.glob("out_*"))
 
 
-@pytest.mark.parametrize("given", ["", "x_text_document.json", "*.json"])
-def test_outputs_that_the_next_run_would_read_as_text_are_refused(tmp_path, capsys, inline, given):
+@pytest.mark.parametrize(("given", "prefix"), [("", "x"), ("x_text_document.json", "x"), ("*.json", "x"), ("", "new")])
+def test_outputs_that_the_next_run_would_read_as_text_are_refused(tmp_path, capsys, inline, given, prefix):
     path = write(tmp_path / "x_text_document.json", [{"text": "a"}])
-    words = ["--input", str(tmp_path / given), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "x")]
+    words = ["--input", str(tmp_path / given), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / prefix)]
     assert main([*words, "--overwrite"]) == 2
-    assert re.search(r"--output-prefix .*x_text_document\.json: this command reads it, or its", capsys.readouterr().err)
+    assert re.search(
+        rf"--output-prefix .*{prefix}_text_document\.json: this command reads it, or its", capsys.readouterr().err
+    )
     assert path.read_text() == '{"text": "a"}\n'
     assert list(tmp_path.iterdir()) == [path]
 
