@@ -11,7 +11,7 @@ from data.atomic_io import read_json
 from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from models.config import ModelConfig
 from models.hf.configuration_metalion import OLDEST_TRANSFORMERS
-from tools.evaluation.open_model import checkpoint_hash
+from tools.evaluation.run_results import is_of
 from tools.reporting.tables import FEW_DOCUMENTS, NO_METRICS, markdown_table
 
 _CITATIONS = {
@@ -173,14 +173,12 @@ def _image_evaluation(run: Path, step: str) -> str:
 
 
 def _evaluation(run: Path, checkpoint: Path) -> str:
-    """Return a table of results.json if it is about this checkpoint and its weights. The run may have been moved."""
+    """Return a table of results.json if it is of this checkpoint."""
     file = run / "results.json"
     if not file.is_file():
         return ""
     results = read_json(file, "evaluate again, or remove it", "results")
-    if Path(str(results.get("checkpoint", ""))).name != checkpoint.name:
-        return ""
-    if "weights" in results and results["weights"] != checkpoint_hash(checkpoint):
+    if not is_of(checkpoint, results):
         return ""
     rows: list[list[str]] = []
     few = False

@@ -174,8 +174,7 @@ def cached(cache: RequestCache | None, kind: str, batch: Mapping[str, torch.Tens
     """Return the JSON value that `compute` gives for a batch, from the cache if it has the value."""
     if cache is None:
         return compute()
-    # The same tokens in pieces of another length are another batch.
-    key = cache.key(f"{kind}/{tuple(batch['tokens'].shape)}", *(batch[name].cpu().numpy() for name in sorted(batch)))
+    key = cache.key(kind, *(batch[name].cpu().numpy() for name in sorted(batch)))
     value = cache.get(key)
     if value is None:
         value = compute()

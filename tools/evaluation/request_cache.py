@@ -37,11 +37,11 @@ class RequestCache:
         return len(self._known)
 
     def key(self, kind: str, *parts: NDArray | str) -> str:
-        """Return the key of a request: a hash of its kind and its parts."""
+        """Return the key of a request: a hash of its kind and its parts, arrays with their shape."""
         digest = hashlib.blake2b(f"{self._model}\0{kind}".encode(), digest_size=16)
         for part in parts:
-            content = part.encode() if isinstance(part, str) else np.asarray(part).astype("<i8").tobytes()
-            digest.update(len(content).to_bytes(8, "little") + content)
+            array = np.frombuffer(part.encode(), np.uint8) if isinstance(part, str) else np.asarray(part)
+            digest.update(f"{array.shape}\0".encode() + array.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def get(self, key: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import read_json, write_json
@@ -31,19 +32,26 @@ def model_facts(loaded: LoadedModel | HuggingFaceText) -> dict[str, Any]:
     }
 
 
+def is_of(checkpoint: Path, content: Mapping[str, Any]) -> bool:
+    """Return whether the content of a run's results file is of a checkpoint. The run may have been moved.
+
+    A run that is trained again in its folder writes other weights under the same name. Files of earlier versions lack the hash.
+    """
+    if Path(str(content.get("checkpoint", ""))).name != checkpoint.name:
+        return False
+    return "weights" not in content or content["weights"] == checkpoint_hash(checkpoint)
+
+
 def add_to_run(loaded: LoadedModel, scores: Scores, details: Scores) -> None:
     """Add scores to the run's results file, which its report page and the card of its export show.
 
-    Results of another checkpoint, or of other weights, are dropped. details: standard error, chance and number of documents of
-    each score.
+    Results that are not of its weights are dropped. details: standard error, chance and number of documents of each score.
     """
     path = loaded.run / RESULTS_FILE
     content = read_json(path, "remove it: python eval.py RUN writes it again") if path.is_file() else {}
-    facts = {**model_facts(loaded), "weights": checkpoint_hash(loaded.checkpoint)}
-    # A run that is trained again in its folder writes other weights under the same name.
-    if any(content.get(key, facts[key]) != facts[key] for key in ("checkpoint", "weights")):
+    if not is_of(loaded.checkpoint, content):
         content = {}
-    content = {**facts, **content}
+    content = {**model_facts(loaded), "weights": checkpoint_hash(loaded.checkpoint), **content}
     for key, new in (("results", scores), ("details", details)):
         earlier = content.setdefault(key, {})
         for suite, tasks in new.items():
