@@ -140,7 +140,10 @@ def llama(config: Mapping[str, Any]) -> Foreign:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Return the rotary settings, in transformers 5 rope_parameters, in earlier versions rope_scaling, and the keys of YaRN."""
+    """Return the rotary settings and the keys of YaRN.
+
+    The settings are rope_parameters in transformers 5, and rope_scaling in earlier versions. With both, rope_scaling counts.
+    """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "yarn"):
