@@ -291,8 +291,9 @@ class Attention(nn.Module):
         real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if mask is None else mask
         seen = state["seen"] if state else torch.zeros(batch, 1, dtype=torch.int64, device=q.device)
         if self.rotary_dim:
-            # Positions count real tokens, so that padding shifts nothing.
-            q, k = self._rotate(real.cumsum(1) - 1 + seen, q, k)
+            # Positions count real tokens, so that padding shifts nothing. Without padding all sequences have the same ones.
+            position = real.cumsum(1) - 1 + seen
+            q, k = self._rotate(position if state or mask is not None else position[:1], q, k)
         if state and "used" in state:
             return self._one_token(q, k, v, state)
         keys_real = mask

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend import is_supported
 from ..options import require_positive
 
 
@@ -107,8 +108,12 @@ def rotary(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first channels of every head of x [batch, length, heads, head_dim], in pairs (c, c + dim / 2).
 
-    Computed in the dtype of cos and sin, returned in x's dtype.
+    cos, sin: [batch or 1, length, heads or 1, pairs]. Computed in their dtype, returned in x's dtype. On CUDA one kernel does it.
     """
+    if is_supported(x):
+        from ..kernels.rotary import rotate as kernel
+
+        return kernel(x, cos, sin)
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     rotated = [first * cos - second * sin, second * cos + first * sin]

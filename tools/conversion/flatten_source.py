@@ -35,8 +35,8 @@ def flat_source(mixers: Collection[str], *, images: bool = False) -> dict[str, s
 
     images: the model is an image classifier; the export of a language model omits its layers.
     """
-    # The backend only tests whether the kernels can be imported.
-    of_mixers, _ = _follow("mixers", mixers, (*_TRAINING, "backend"))
+    # The backend only tests whether the kernels can be imported. Rotary positions alone are not worth Triton in an export.
+    of_mixers, _ = _follow("mixers", mixers, (*_TRAINING, "backend", "kernels.rotary"))
     kernels = any(module.startswith("kernels.") for module in of_mixers)
     omitted = (*_TRAINING, *(() if kernels else ("kernels",)), *(() if images else ("image_classifier",)))
     texts, imports = _follow(ENTRY, mixers, omitted)

@@ -1,4 +1,4 @@
-"""The fused elementwise kernels (SwiGLU, gates, feature map, residual sum with norm) against PyTorch in float64."""
+"""The fused elementwise kernels (SwiGLU, gates, feature map, rotation, residual sum with norm) against PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from models.mixers import mamba2
 from models.operators.lion.feature_map import feature_map
 from models.operators.lion.scans import scan_arguments
 from models.operators.metala import decay_and_key
+from models.operators.rotary import rotate
 from tests.models.kernels.conftest import Replace, apart
 
 Function = Callable[..., tuple[Tensor | None, ...]]
@@ -183,3 +184,26 @@ def test_head_norm(device: str) -> None:
     compare(
         lambda *x: (gated_head_norm(*x),), lambda x, z: (epilogue(x, x, x, x, None, z, 1e-5),), [o, gate], bound=2e-6
     )
+
+
+@pytest.mark.parametrize("pairs", [4, 3])
+@pytest.mark.parametrize("angles", [(1, 1), (1, 3), (20, 1), (20, 3)])
+def test_rotation(device: str, angles: tuple[int, int], pairs: int) -> None:
+    """Rotate with the angles of one or 20 sequences and one or 3 heads, and with channels that are not rotated."""
+    from models.kernels.rotary import rotate as kernel
+
+    x = random(20, 7, 3, 9, seed=1, device=device)
+    cos, sin = (random(angles[0], 7, angles[1], pairs, seed=seed, device=device) for seed in (2, 3))
+    compare(lambda *inputs: (rotate(*inputs),), lambda *inputs: (kernel(*inputs),), [x, cos, sin])
+
+
+def test_rotation_of_a_part_of_a_projection(device: str) -> None:
+    """Rotate tokens that are as far apart as those of the whole projection, without a copy."""
+    from models.kernels import rotary
+
+    whole, shape = random(2, 5, 40, device=device), (2, 5, 2, 8)
+    x = whole[..., 8:24].unflatten(-1, shape[2:])
+    assert rotary._tokens_in_rows(x) is x
+    cos, sin = random(1, 5, 1, 4, seed=1, device=device), random(1, 5, 1, 4, seed=2, device=device)
+    expected = rotate(x.double(), cos.double(), sin.double())
+    assert torch.allclose(rotary.rotate(x, cos, sin).double(), expected, atol=1e-5)

@@ -16,7 +16,7 @@ from models.language_model import LanguageModel
 from tools.conversion.flatten_source import flat_source
 
 
-@pytest.mark.parametrize(("mixers", "most"), [(["metala"], 41), (["attention"], 21), (["metala", "attention"], 44)])
+@pytest.mark.parametrize(("mixers", "most"), [(["metala"], 41), (["attention"], 21), (["metala", "attention"], 45)])
 def test_export_has_only_the_files_of_its_mixers(mixers: list[str], most: int) -> None:
     files = flat_source(mixers)
     assert len(files) <= most
