@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from data.atomic_io import atomic_write
@@ -16,7 +17,7 @@ from data.machine_memory import machine_memory
 from data.progress import ProgressBar
 from data.synthetic.retrieval_text import MOST_DOCUMENTS, RETRIEVAL_TASKS, sentences, training_example
 from data.synthetic.ruler import TASKS
-from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from tools.cli.arguments import check_not_read, check_writable, command, command_line, from_zero, positive, words
 
 HAYSTACK_CHARACTERS = 50_000_000
@@ -46,6 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_not_read(options.output, "--output", [*options.haystack, *(file.path for file in files)])
         documents = read_documents(files, options.jsonl_key)
         haystack = sentences((document.text for document in documents), HAYSTACK_CHARACTERS)
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer.encode_batch([text])[0])
+
+    example = partial(
+        training_example, tasks=options.tasks, seed=options.seed, count_tokens=count_tokens, haystack=haystack
+    )
+    _check_lengths(options, example)
     counts: Counter[str] = Counter()
     tokens = 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -53,10 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ProgressBar(total=options.documents, unit="document", disable=options.no_progress) as bar,
         atomic_write(options.output) as file,
     ):
-        for task, length, text in _texts(options, tokenizer, haystack):
-            file.write(json.dumps({"text": text, "meta": {"pile_set_name": task}}).encode() + b"\n")
+        for number in range(options.documents):
+            task, document = example(number, lengths=(options.min_tokens, options.max_tokens))
+            file.write(json.dumps({"text": document.text, "meta": {"pile_set_name": task}}).encode() + b"\n")
             counts[task] += 1
-            tokens += length
+            tokens += count_tokens(document.text)
             bar.update()
     listed = ", ".join(f"{count:,} {task}" for task, count in counts.items())
     print(f"{options.output}: {options.documents:,} documents, {tokens:,} tokens ({listed})")
@@ -82,24 +92,14 @@ def _check(options: argparse.Namespace) -> None:
     check_writable(options.output, "--output")
 
 
-def _texts(
-    options: argparse.Namespace, tokenizer: Tokenizer, haystack: list[str] | None
-) -> Iterator[tuple[str, int, str]]:
-    """Yield task, number of tokens and text of each document in order."""
-
-    def count_tokens(text: str) -> int:
-        return len(tokenizer.encode_batch([text])[0])
-
-    lengths = options.min_tokens, options.max_tokens
-    for flag, length in zip(("--min-tokens", "--max-tokens"), lengths, strict=True):  # before any document is written
+def _check_lengths(options: argparse.Namespace, example: Callable[..., object]) -> None:
+    """Raise ValueError for a length that a task cannot have. Each task has one of the first examples."""
+    for flag, length in (("--min-tokens", options.min_tokens), ("--max-tokens", options.max_tokens)):
         try:
             for number in range(len(options.tasks)):
-                training_example(number, options.tasks, (length, length), options.seed, count_tokens, haystack)
+                example(number, lengths=(length, length))
         except ValueError as error:
             raise ValueError(f"{flag} {length}: {error}") from error
-    for number in range(options.documents):
-        task, example = training_example(number, options.tasks, lengths, options.seed, count_tokens, haystack)
-        yield task, count_tokens(example.text), example.text
 
 
 def _parser() -> argparse.ArgumentParser:

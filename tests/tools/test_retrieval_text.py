@@ -120,9 +120,9 @@ def test_needles_hide_in_the_sentences_of_a_text(tmp_path, capsys):
         (["--output", "HERE", "--overwrite", "--haystack", "HERE"], "--output .*here: this command reads it"),
     ],
 )
-def test_wrong_words_are_refused_and_leave_no_file(tmp_path, capsys, words, message):
+def test_wrong_words_are_refused_and_leave_no_file_or_folder(tmp_path, capsys, words, message):
     (tmp_path / "here").write_text("text")
     words = [str(tmp_path / "here") if word == "HERE" else word for word in words]
-    assert main([*COMMAND, "--output", str(tmp_path / "out"), *words]) == 2
+    assert main([*COMMAND, "--output", str(tmp_path / "new" / "out"), *words]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["here"]

@@ -69,7 +69,7 @@ class CheckpointStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         for run, history, model_run in zip(self._runs, state.history, state.model_runs, strict=True):
             evaluations = [tuple(evaluation) for evaluation in history]
-            content = {"epoch": state.epoch, "seconds": state.seconds, "history": evaluations, "lane": model_run}
+            content = {"epoch": state.epoch, "seconds": state.seconds, "history": evaluations, "model_run": model_run}
             with atomic_write(_file(self._folder, run)) as file:
                 torch.save(content, file)
         end = time.monotonic()
@@ -86,7 +86,7 @@ class CheckpointStore:
         first = saved[0]
         if any(content["epoch"] != first["epoch"] for content in saved):
             return None
-        histories, model_runs = ([content[key] for content in saved] for key in ("history", "lane"))
+        histories, model_runs = ([content[key] for content in saved] for key in ("history", "model_run"))
         return GroupState(first["epoch"], first["seconds"], histories, model_runs)
 
 
@@ -103,8 +103,8 @@ def _file(folder: Path, run: Run) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        content["history"] = [Evaluation(*values) for values in content["history"]]
-        return content
+        evaluations = [Evaluation(*values) for values in content["history"]]
+        return {key: content[key] for key in ("epoch", "seconds", "model_run")} | {"history": evaluations}
     except Exception as error:  # the unpickler raises many types for a damaged file
         reason = (str(error).strip() or "it ends early").splitlines()[0]
         raise ValueError(
