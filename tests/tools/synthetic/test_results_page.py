@@ -155,7 +155,7 @@ def test_other_runs_of_long_range_arena() -> None:
     assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
     grfa = run_of_lra("image", "lion_grfa")
     assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
-    short, long, shorter, best, wide = (run for run in lines("lra") if run["model"] == "lion_complex")
+    short, long, shorter, best, wide, longest = (run for run in lines("lra") if run["model"] == "lion_complex")
     metala = run_of_lra("image", "metala")
     for subject, run in (("it has", short), ("LION has", long), ("weight decay 0.5 it has", metala)):
         assert f"{subject} {100 * run['accuracy']:.1f} % after {run['epochs']} epochs" in PAGE
@@ -168,6 +168,10 @@ def test_other_runs_of_long_range_arena() -> None:
     assert f"With all {best['epochs']} epochs they are {best['loss']:.2f} and {best['perplexity']:.1f}." in text
     assert wide["network"]["head_dim"] == 64
     assert f"{wide['epochs']} epochs give {100 * wide['accuracy']:.1f} %" in text
+    falls = [f"{100 * run:.1f} %" for run in longest["history"] if run < 0.4]
+    assert "falls to {} at epoch 24 and to {} at epoch 38.".format(*falls) in text
+    assert [2 * number for number, value in enumerate(longest["history"], 1) if value < 0.4] == [24, 38]
+    assert f"the test accuracy is {100 * longest['accuracy']:.1f} %" in text
     assert f"falls from 3.4 to {metala['perplexity']:.1f}. The training loss is {metala['loss']:.2f}," in text
     for name, run in (("S5", s5), ("LION, complex decays", best)):
         curve = ", ".join(f"{100 * value:.1f}" for value in run["history"][1::2])
