@@ -115,6 +115,11 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
+def packed(x: Tensor) -> Tensor:
+    """Return `aligned` with the strides of its shape. A contiguous tensor may have any stride in an axis of one element."""
+    return aligned(x).view(x.shape)
+
+
 def direct_launch(
     compiled: Any, grid: tuple[int, ...], count: int
 ) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..precision import NORMALIZER_EPS
-from .launch import Launch, aligned, tl, triton
+from .launch import Launch, aligned, packed, tl, triton
 
 LARGEST_KEY, LARGEST_VALUE = 128, 128
 # Queries and keys per tile.
@@ -83,7 +83,7 @@ class _QuadraticAttention(torch.autograd.Function):
         v = aligned(v)
         q, k = _rows(q), _rows(k)
         if q.stride() != k.stride():
-            q, k = q.contiguous(), k.contiguous()
+            q, k = packed(q), packed(k)
         sums = None if sums is None else aligned(sums)
         batch, length, heads, dim_k = q.shape
         strides = q.stride(1), q.stride(2)
@@ -113,7 +113,7 @@ def _rows(x: Tensor) -> Tensor:
     """Return x itself if the kernels can read its rows (contiguous, or shared by all heads), else a contiguous copy."""
     length, dim = x.shape[1], x.shape[3]
     shared = x.stride() == (length * dim, dim, 0, 1)
-    return aligned(x) if not shared or x.data_ptr() % 16 else x
+    return packed(x) if not shared or x.data_ptr() % 16 else x
 
 
 @lru_cache(4096)

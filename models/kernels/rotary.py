@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backend import disable_compile
-from .launch import Launch, aligned, tl, triton
+from .launch import Launch, aligned, packed, tl, triton
 from .primitives import row_tile
 
 # Sequences whose gradients of shared angles one program adds.
@@ -37,7 +37,7 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, cos, sin = ctx.saved_tensors
-        dy = aligned(dy)
+        dy = packed(dy)
         dx = _rotated(dy, cos, sin, -1)
         if x is None:
             return dx, None, None
@@ -63,7 +63,7 @@ def _tokens_in_rows(x: Tensor) -> Tensor:
     """Return x, or a copy whose tokens have one distance in memory. A part of a fused projection needs no copy."""
     batch, length, _, dim = x.shape
     dense = x.stride(3) == 1 and x.stride(2) == dim and (batch == 1 or x.stride(0) == length * x.stride(1))
-    return x if dense and x.data_ptr() % 16 == 0 else aligned(x)
+    return x if dense and x.data_ptr() % 16 == 0 else packed(x)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

@@ -207,3 +207,18 @@ def test_rotation_of_a_part_of_a_projection(device: str) -> None:
     cos, sin = random(1, 5, 1, 4, seed=1, device=device), random(1, 5, 1, 4, seed=2, device=device)
     expected = rotate(x.double(), cos.double(), sin.double())
     assert torch.allclose(rotary.rotate(x, cos, sin).double(), expected, atol=1e-5)
+
+
+def test_rotation_of_single_tokens(device: str) -> None:
+    """Rotate sequences of one token whose memory has heads before tokens, as attention's gradients have it."""
+    from models.kernels.rotary import rotate as kernel
+
+    def heads_first(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def function(rotation: Callable[..., Tensor]) -> Function:
+        return lambda x, cos, sin: (heads_first(rotation(heads_first(x), cos, sin)),)
+
+    x = random(4, 1, 3, 8, seed=1, device=device)
+    cos, sin = (random(1, 1, 1, 4, seed=seed, device=device) for seed in (2, 3))
+    compare(function(rotate), function(kernel), [x, cos, sin])

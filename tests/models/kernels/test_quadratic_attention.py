@@ -138,3 +138,13 @@ def test_heads_that_are_too_large_are_refused(device: str, dim_k: int, dim_v: in
         ValueError, match=f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels support at most 128 and 128"
     ):
         quadratic_attention(q, q, v, None, taylor=True, normalized=True)
+
+
+def test_single_tokens_with_heads_first_in_memory(device: str) -> None:
+    from models.kernels.quadratic_attention import quadratic_attention
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 3, 1, 8, generator=generator).to(device).transpose(1, 2) for _ in range(3))
+    y = quadratic_attention(q, k, v, None, scale=0.5, taylor=False, normalized=False)
+    expected = reference(*(x.cpu().double() for x in (q, k, v)), None, 0.5, False, False)
+    assert torch.allclose(y.cpu().double(), expected, atol=1e-5)
