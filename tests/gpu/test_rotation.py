@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.kernels.rotary import rotate as kernel
 from models.operators.rotary import rotate
 
 
@@ -13,6 +12,8 @@ from models.operators.rotary import rotate
 @pytest.mark.parametrize("angles", [(1, 1), (1, 8), (40, 1), (40, 8)])
 def test_rotation(angles: tuple[int, int], dtype: torch.dtype) -> None:
     """Compare the output and all gradients of a part of a projection, with 16 channels that are not rotated."""
+    from models.kernels.rotary import rotate as kernel
+
     generator = torch.Generator().manual_seed(0)
     batch, length, heads, dim, pairs = 40, 300, 8, 64, 24
     whole = torch.randn(batch, length, 3 * heads * dim, generator=generator).to(dtype)
