@@ -55,6 +55,7 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         x = aligned(x)
         delta = None if delta is None else aligned(delta)
+        weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
         h = x if delta is None else torch.empty_like(x)
         y = unwritten(x) if fp8_output else torch.empty_like(x)
         rows = attach_rows(y) if fp8_output else (None, None)

@@ -57,6 +57,7 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: Tensor, u: Tensor, skip: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         o, u, z = aligned(o), aligned(u), aligned(z)
+        skip, weight = skip.contiguous(), weight.contiguous()
         y = torch.empty_like(z, dtype=o.dtype)
         case = o.device, o.dtype, skip.dtype, weight.dtype, o.shape, eps
         if o.numel():

@@ -47,7 +47,7 @@ class _MetaLACore(torch.autograd.Function):
         ctx: Any, q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, initial: Tensor | None,
         cu_seqlens: Tensor | None, case: GLACase, eps: float, fp8_output: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        q, a, v, gate = (aligned(x) for x in (q, a, v, gate))
+        q, a, v, gate, aug_weight = *(aligned(x) for x in (q, a, v, gate)), aug_weight.contiguous()
         g, k = decay_and_key(a)
         recomputable((g, k), decay_and_key, a)
         o, final, saved = forward(case, q, k, v, g, initial, cu_seqlens)
@@ -148,6 +148,7 @@ class _Epilogue(torch.autograd.Function):
         ctx: Any, o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float
     ) -> Tensor:
         o, q, k, v, gate = (aligned(x) for x in (o, q, k, v, gate))
+        aug_weight = None if aug_weight is None else aug_weight.contiguous()
         ctx.save_for_backward(o, q, k, v, aug_weight, gate)
         ctx.case = _case(o, q, aug_weight, eps)
         return epilogue_forward(o, q, k, v, aug_weight, gate, eps)
@@ -162,8 +163,7 @@ class _Epilogue(torch.autograd.Function):
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
             partial = o.new_empty(_grid(o.shape, *_BACKWARD[:2])[2], aug_weight.numel(), dtype=torch.float32)
         if o.numel():
-            launch = _launches(*ctx.case)[1]
-            launch(aligned(dy), o, q, k, v, aug_weight, gate, do, dq, dk, dv, None, partial, dgate)
+            _launches(*ctx.case)[1](aligned(dy), o, q, k, v, aug_weight, gate, do, dq, dk, dv, None, partial, dgate)
         d_weight = None if partial is None else sum_parts(partial[None], aug_weight.dtype)[0]
         return do, dq, dk, dv, d_weight, dgate, None
 

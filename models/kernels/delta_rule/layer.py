@@ -62,7 +62,7 @@ class _UnitLength(torch.autograd.Function):
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: Tensor, gate: Tensor, weight: Tensor, eps: float, silu: bool) -> Tensor:
-        o, gate = aligned(o), aligned(gate)
+        o, gate, weight = aligned(o), aligned(gate), weight.contiguous()
         y = torch.empty_like(gate, dtype=o.dtype)
         ctx.case = o.device, (o.dtype, gate.dtype, weight.dtype), o.shape, eps, silu
         if o.numel():

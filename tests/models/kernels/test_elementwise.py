@@ -27,7 +27,7 @@ def compare(exact: Function, kernels: Function, inputs: list[Tensor | None], bou
     results = []
     for function, dtype in ((exact, torch.float64), (kernels, torch.float32)):
         leaves = [None if x is None else x.to(dtype).clone().requires_grad_() for x in inputs]
-        given = [x if x is None or x.ndim == 1 else apart(x) for x in leaves]
+        given = [None if x is None else apart(x) for x in leaves]
         outputs = [apart(y) for y in function(*given) if y is not None]
         # Each output has a different gradient.
         total = sum(

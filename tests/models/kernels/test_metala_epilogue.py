@@ -44,7 +44,7 @@ def inputs(shape: tuple[int, int, int, int, int], augment: bool) -> list[Tensor 
 
 def outputs(tensors: list[Tensor | None], form: str, dtype: torch.dtype, device: str) -> list[Tensor]:
     leaves = [None if x is None else x.detach().clone().to(device, dtype).requires_grad_() for x in tensors]
-    y = apart(metala_epilogue(*(x if x is None or x.ndim == 1 else apart(x) for x in leaves), form=form))
+    y = apart(metala_epilogue(*(None if x is None else apart(x) for x in leaves), form=form))
     y.backward(torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=device).view_as(y).to(dtype))
     return [y.detach(), *(x.grad for x in leaves if x is not None and x.grad is not None)]
 
