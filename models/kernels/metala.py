@@ -36,7 +36,7 @@ def metala_core(
     q, a: [batch, length, heads, head_dim_k]; scale above 0; the other arguments as in that function. Raises ValueError as
     `models.kernels.gla.gla.gla`.
     """
-    case = case_of(q, a, v, scale, initial_state, cu_seqlens, layer=True)
+    case = case_of(q, a, v, scale, initial_state, cu_seqlens, aug_weight.dtype)
     initial_state = None if initial_state is None else initial_state.float()
     return _MetaLACore.apply(q, a, v, aug_weight, gate, initial_state, cu_seqlens, case, eps, fp8_output)
 
@@ -150,7 +150,7 @@ class _Epilogue(torch.autograd.Function):
         o, q, k, v, gate = (aligned(x) for x in (o, q, k, v, gate))
         aug_weight = None if aug_weight is None else aug_weight.contiguous()
         ctx.save_for_backward(o, q, k, v, aug_weight, gate)
-        ctx.case = _case(o, q, aug_weight, eps)
+        ctx.case = _case(eps, o, q, k, v, aug_weight, gate)
         return epilogue_forward(o, q, k, v, aug_weight, gate, eps)
 
     @staticmethod
@@ -174,7 +174,7 @@ def epilogue_forward(
     """Compute `epilogue` of contiguous tensors, without autograd."""
     y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
     if o.numel():
-        _launches(*_case(o, q, aug_weight, eps))[0](o, q, k, v, aug_weight, gate, y)
+        _launches(*_case(eps, o, q, k, v, aug_weight, gate))[0](o, q, k, v, aug_weight, gate, y)
     return y
 
 
@@ -183,12 +183,12 @@ def epilogue_rows(o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor
     y = unwritten(gate)
     rows = attach_rows(y)
     if o.numel():
-        _rows_launch(*_case(o, q, aug_weight, eps))(o, q, k, v, aug_weight, gate, y, *rows)
+        _rows_launch(*_case(eps, o, q, k, v, aug_weight, gate))(o, q, k, v, aug_weight, gate, y, *rows)
     return y
 
 
-def _case(o: Tensor, q: Tensor, aug_weight: Tensor | None, eps: float) -> tuple[Any, ...]:
-    return o.device, o.dtype, None if aug_weight is None else aug_weight.dtype, o.shape, q.shape[-1], eps
+def _case(eps: float, o: Tensor, q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    return o.device, tuple(None if x is None else x.dtype for x in (o, q, *others)), o.shape, q.shape[-1], eps
 
 
 def epilogue_backward(
@@ -203,7 +203,7 @@ def epilogue_backward(
     do = torch.empty_like(o)
     d_strength = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
     partial = o.new_empty(_grid(o.shape, *_BACKWARD[:2])[2], aug_weight.numel(), dtype=torch.float32)
-    _launches(*_case(o, q, aug_weight, eps), dgate.stride(1))[1](
+    _launches(*_case(eps, o, q, k, v, aug_weight, gate), dgate.stride(1))[1](
         dy, o, q, k, v, aug_weight, gate, do, None, None, dv, d_strength, partial, dgate
     )
     return do, d_strength, sum_parts(partial[None], aug_weight.dtype)[0]
@@ -211,10 +211,10 @@ def epilogue_backward(
 
 @lru_cache(4096)
 def _launches(
-    device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, shape: torch.Size, dim_k: int, eps: float,
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: torch.Size, dim_k: int, eps: float,
     gradient_stride: int = 0,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """Return the forward and the backward launch for o of this shape.
+    """Return the forward and the backward launch for o of this shape. dtypes: those of o, q, k, v, aug_weight and gate.
 
     gradient_stride: elements from one token of dgate to the next in `epilogue_backward`, else 0.
     """
@@ -223,7 +223,7 @@ def _launches(
 
     def launch(kernel: Any, elements: int, programs: int, warps: int, *constants: Any) -> Launch:
         tile_tokens, tile_heads, grid = _grid(shape, elements, programs)
-        values = *sizes, tile_tokens, tile_heads, weight is not None, *constants
+        values = *sizes, tile_tokens, tile_heads, dtypes[4] is not None, *constants
         return Launch(kernel, (grid, heads // tile_heads), *values, num_warps=warps, num_stages=1)
 
     return launch(_epilogue_forward, *_FORWARD), launch(
@@ -233,7 +233,7 @@ def _launches(
 
 @lru_cache(4096)
 def _rows_launch(
-    device: torch.device, dtype: torch.dtype, weight: torch.dtype, shape: torch.Size, dim_k: int, eps: float
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: torch.Size, dim_k: int, eps: float
 ) -> Launch:
     """Return the launch of `_epilogue_rows`. A program computes whole tokens, with as many numbers per warp as `_FORWARD`."""
     tokens, heads, dim_v = shape[0] * shape[1], *shape[2:]

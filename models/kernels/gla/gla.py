@@ -41,8 +41,8 @@ LARGEST_HEAD = 128
 class GLACase:
     """Hold everything that decides how the kernels are compiled and launched.
 
-    segments: the number of packed segments, 0 for unpacked sequences. initial: whether there is an initial state. layer: whether
-    the backward pass is that of a whole MetaLA layer (`models/kernels/metala.py`).
+    segments: the number of packed segments, 0 for unpacked sequences. initial: whether there is an initial state. aug_weight: its
+    dtype, if the backward pass is that of a whole MetaLA layer (`models/kernels/metala.py`).
     """
 
     device: int
@@ -55,7 +55,12 @@ class GLACase:
     scale: float
     segments: int
     initial: bool
-    layer: bool = False
+    aug_weight: torch.dtype | None = None
+
+    @property
+    def layer(self) -> bool:
+        """Return whether the backward pass is that of a whole MetaLA layer."""
+        return self.aug_weight is not None
 
     @property
     def rows(self) -> int:
@@ -144,7 +149,7 @@ def gla(
 
 def case_of(
     q: Tensor, k: Tensor, v: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    layer: bool = False,
+    aug_weight: torch.dtype | None = None,
 ) -> GLACase:  # fmt: skip
     """Return the case of these arguments. Raises ValueError as `gla`."""
     batch, length, heads, dim_k = q.shape
@@ -161,7 +166,7 @@ def case_of(
         raise ValueError(f"v {list(v.shape)} has no tokens: use form='chunked'")
     return GLACase(
         q.get_device(), batch, length, heads, dim_k, dim_v, v.dtype, float(scale), segments, initial_state is not None,
-        layer,
+        aug_weight,
     )  # fmt: skip
 
 

@@ -113,3 +113,36 @@ def test_gradients_are_adjacent_in_memory(device: str) -> None:
     assert [x.storage_offset() for x in actual] == [0, 32, 64, 96]
     assert len({x.untyped_storage().data_ptr() for x in actual}) == 1
     assert {x.stride(1) for x in actual} == {128}
+
+
+def test_launches_are_prepared_per_dtype(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use other dtypes of weight and gate. A launch on CUDA reads every pointer in the dtype of its first call."""
+    from models.kernels.launch import Launch
+    from models.kernels.metala import metala_core
+
+    dtypes: dict[Launch, set[tuple[torch.dtype | None, ...]]] = {}
+    launch = Launch.__call__
+
+    def call(self: Launch, *pointers: Tensor | None) -> None:
+        dtypes.setdefault(self, set()).add(tuple(None if x is None else x.dtype for x in pointers))
+        launch(self, *pointers)
+
+    monkeypatch.setattr(Launch, "__call__", call)
+    q, a, v = (torch.randn(1, 5, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    for weight, gate in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ):
+        y, _ = metala_core(
+            q,
+            a,
+            v,
+            torch.ones(32, dtype=weight, device=device),
+            torch.ones(1, 5, 32, dtype=gate, device=device),
+            0.3,
+            None,
+            None,
+        )
+        y.sum().backward()
+    assert {len(of_launch) for of_launch in dtypes.values()} == {1}
