@@ -57,12 +57,21 @@ static inline void step(const float* S, float* next, const float* alpha, const f
   for (int j = 0; j < V; j++) o[j] = sum[j];
 }
 
-// n, and for the backward pass 1 / sqrt(var + eps) and p = sigmoid(strength v).
+// sigmoid(x) - 1/2, to full relative precision near 0 too.
+static inline vec half_tanh(vec x) {
+  const vec square = x * x;
+  vec series = square * (-17.0f / 80640) + 1.0f / 480;
+  series = series * square - 1.0f / 48;
+  series = series * square + 0.25f;
+  return square < 0.0625f ? x * series : sigmoid(x) - 0.5f;
+}
+
+// n, and for the backward pass 1 / sqrt(var + eps) and p = sigmoid(strength v) - 1/2.
 static inline float normalized(const vec* o, const vec* v, float strength, float eps, vec* n, vec* p) {
   vec total = {}, square = {};
   for (int j = 0; j < V; j++) {
-    p[j] = sigmoid(v[j] * strength);
-    n[j] = o[j] + (p[j] - 0.5f);
+    p[j] = half_tanh(v[j] * strength);
+    n[j] = o[j] + p[j];
     total += n[j];
   }
   const float mean = sum(total) / VALUES;
@@ -158,7 +167,7 @@ extern "C" void backward(const REAL* q, const REAL* a, const REAL* v, const REAL
           const float a0 = sum(mean_d) / VALUES, a1 = sum(mean_dn) / VALUES;
           for (int j = 0; j < V; j++) {
             d[j] = (d[j] - a0 - n[j] * a1) * rate;
-            const vec through = d[j] * p[j] * (1.0f - p[j]);
+            const vec through = d[j] * (0.25f - p[j] * p[j]);
             d_strength += through * x[j];
             dx[j] = through * strength;
           }

@@ -117,6 +117,23 @@ def test_metala_core(dtype, shape, kind, cu_seqlens):
 
 
 @needs_compiler
+def test_small_augmentation_of_the_core_keeps_its_digits():
+    """Use decays of almost 1, which give outputs of about 1e-7 before the norm."""
+    q, a, v = (torch.randn(1, 20, 2, 16) for _ in range(3))
+    weight, gate = torch.ones(32), torch.randn(1, 20, 32)
+
+    def plain(q, a, v, gate):
+        g, k = decay_and_key_reference(a)
+        o, _ = gated_linear_attention(q, k, v, g, form="recurrent")
+        return (epilogue(o, q, k, v, weight.double(), gate),)
+
+    def kernel(q, a, v, gate):
+        return metala_core(q, a, v, weight, gate, 1.0, None, None)[:1]
+
+    compared(kernel, plain, (q, a + 18, v, gate), torch.float32)
+
+
+@needs_compiler
 def test_gradients_of_the_core_are_adjacent_in_memory():
     """Gradients of q, a, v and gate, in this order, are one matrix for the matmuls with the weights."""
     leaves = [torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(3)]
