@@ -59,9 +59,10 @@ class _AddNorm(torch.autograd.Function):
         h = x if delta is None else torch.empty_like(x)
         y = unwritten(x) if fp8_output else torch.empty_like(x)
         rows = attach_rows(y) if fp8_output else (None, None)
-        case = (x.device, x.dtype, None if weight is None else weight.dtype, bias is not None, eps, centred)
+        added, *parameters = (None if p is None else p.dtype for p in (delta, weight, bias))
+        case = (x.device, x.dtype, *parameters, eps, centred)
         if x.numel():
-            launch = _forward_launch(*case, x.numel(), x.shape[-1], delta is not None, fp8_output)
+            launch = _forward_launch(*case, x.numel(), x.shape[-1], added, fp8_output)
             launch(x, delta, weight, bias, h, y, *rows)
         ctx.save_for_backward(h, weight, bias)
         ctx.case, ctx.added, ctx.fp8_gradient = case, delta is not None, fp8_gradient
@@ -92,11 +93,11 @@ class _AddNorm(torch.autograd.Function):
 
 @lru_cache(4096)
 def _forward_launch(
-    device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: bool, eps: float, centred: bool,
-    numel: int, size: int, add: bool, fp8: bool,
+    device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None, eps: float,
+    centred: bool, numel: int, size: int, delta: torch.dtype | None, fp8: bool,
 ) -> Launch:  # fmt: skip
     tile, rows = _tile(size), numel // size
-    flags = add, weight is not None, bias, centred, fp8
+    flags = delta is not None, weight is not None, bias is not None, centred, fp8
     return Launch(
         _add_norm_forward, (triton.cdiv(rows, tile[0]),), rows, size, eps, *tile, *flags, num_warps=_warps(tile)
     )
@@ -104,11 +105,11 @@ def _forward_launch(
 
 @lru_cache(4096)
 def _backward_launch(
-    device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: bool, eps: float, centred: bool,
-    numel: int, size: int, through: bool, fp8: bool,
+    device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None, eps: float,
+    centred: bool, numel: int, size: int, through: bool, fp8: bool,
 ) -> Launch:  # fmt: skip
     tile, rows = _tile(size), numel // size
-    flags = weight is not None, bias, centred, through, fp8
+    flags = weight is not None, bias is not None, centred, through, fp8
     return Launch(_add_norm_backward, (_programs(rows, size),), rows, size, eps, *tile, *flags, num_warps=_warps(tile))
 
 

@@ -33,6 +33,7 @@ class LionCase:
     mode: int
     normalized: bool
     packed: bool
+    bias_dtype: torch.dtype | None = None
 
     def sizes(self) -> tuple[int, int, float]:
         return self.length, self.heads, NORMALIZER_EPS

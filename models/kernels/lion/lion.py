@@ -64,7 +64,7 @@ def lion(
     origin = next((x for x in (source, decay, bias) if x is not None), None)
     selected, case = _case(
         kernel, q.get_device(), q.shape, v.shape[-1], v.dtype, None if origin is None else origin.dtype, logits,
-        bias is not None, alone, normalized, segments is not None,
+        None if bias is None else bias.dtype, alone, normalized, segments is not None,
     )  # fmt: skip
     # Padded keys are set to 0 after the feature map.
     if phi is not None and not (mask is None and q.dtype == k.dtype == v.dtype):
@@ -87,7 +87,7 @@ def _case(
     dtype: torch.dtype,
     decay_dtype: torch.dtype | None,
     logits: bool,
-    biased: bool,
+    bias_dtype: torch.dtype | None,
     alone: bool,
     normalized: bool,
     packed: bool,
@@ -98,9 +98,9 @@ def _case(
     if alone:
         mode = BIAS
     elif decay_dtype is not None and logits:
-        mode = BIASED_LOGITS if biased else LOGITS
+        mode = LOGITS if bias_dtype is None else BIASED_LOGITS
     return _KERNELS[kernel], LionCase(
-        device, batch, length, heads, dim_k, dim_v, dtype, decay_dtype, mode, normalized, packed
+        device, batch, length, heads, dim_k, dim_v, dtype, decay_dtype, mode, normalized, packed, bias_dtype
     )
 
 

@@ -147,6 +147,18 @@ def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool, re
     compare(lambda *x: (exact(*x)[0],), lambda *x: (kernels(*x)[0] * 1.0,), [*inputs[:2], None, None], 3e-6)
 
 
+def test_added_tensors_of_two_dtypes_have_their_own_launches(device: str) -> None:
+    """Add 16 bits to a float32 residual stream, as under autocast, then float32. A launch reads the dtypes of its first call."""
+    from models.kernels import add_norm as kernel
+
+    x, delta = random(3, 40, seed=1, device=device), random(3, 40, seed=2, device=device).bfloat16()
+    kernel._forward_launch.cache_clear()
+    for added in (delta, delta.float()):
+        h, _ = kernel.add_norm(x, added, None, None, 1e-5, False)
+        assert torch.equal(h, x + delta)
+    assert kernel._forward_launch.cache_info().currsize == 2
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 33), (1, 64, 32), (3, 200, 70), (2, 0, 5)])
 def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
     from models.kernels.primitives import sum_parts

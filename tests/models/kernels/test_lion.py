@@ -263,6 +263,22 @@ def test_projected_decay_logits_and_gradients(
         assert ((actual.double() - expected).norm() / expected.norm()).item() < 1e-4, i
 
 
+@pytest.mark.parametrize("form", KERNELS)
+def test_biases_of_two_dtypes_have_their_own_launches(device: str, form: str) -> None:
+    """Read the bias in its own dtype. A prepared launch reads it in the dtype of its first call."""
+    from models.kernels.lion.decay_logits import _project_launch
+
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, x = (torch.rand(1, 40, *size, generator=generator).to(device) for size in [(2, 16)] * 3 + [(16,)])
+    weight, bias = torch.randn(2, 16, generator=generator).to(device), torch.tensor([1.5, -2.0], device=device)
+    _project_launch.cache_clear()
+    expected, actual = (
+        attend(q, k, v, decay_logits=ProjectedDecayLogits(x, weight, b), form=form) for b in (bias, bias.bfloat16())
+    )
+    assert torch.equal(actual, expected)
+    assert _project_launch.cache_info().currsize == 2
+
+
 def test_skipping_far_tiles_does_not_change_results(device: str) -> None:
     """Large decays bring most tiles below e^-20, where they are skipped."""
     generator = torch.Generator().manual_seed(0)
@@ -303,7 +319,7 @@ def test_sizes_that_overflow_are_refused(device: str) -> None:
 
     shape = torch.Size((1, 2**21, 16, 64))
     with pytest.raises(ValueError, match="overflow 32-bit addresses"):
-        _case("chunk", -1, shape, 64, torch.bfloat16, None, False, False, False, True, False)
+        _case("chunk", -1, shape, 64, torch.bfloat16, None, False, None, False, True, False)
 
 
 def test_unsupported_sizes_are_refused(device: str) -> None:
