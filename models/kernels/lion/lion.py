@@ -110,6 +110,7 @@ class _Lion(torch.autograd.Function):
         """Compute (*LionInputs, x and weight of the projection or None, code of phi, kernel, case)."""
         q, k, v, decay, bias, segments, source, weight, phi, kernel, case = arguments
         q, k, v = (aligned(x.to(case.dtype)) for x in (q, k, v))
+        bias = None if bias is None else bias.contiguous()
         raw: tuple[Tensor, ...] = (q, k) if phi else ()
         if phi:
             q, k = feature_maps(raw[0], raw[1], phi)

@@ -21,7 +21,7 @@ def outputs(tensors: list[Tensor], dy: Tensor, dtype: torch.dtype, **arguments) 
     q, k, v, gate = (x.detach().clone().to(dtype).requires_grad_() for x in tensors)
     decays = {"gate": {"decay_logits": apart(gate)}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}
     # One logit per head for all tokens.
-    decays["head"] = {"decay_logits": gate[0, 0]}
+    decays["head"] = {"decay_logits": apart(gate[0, 0])}
     decay = decays[arguments.pop("decay")]
     y = attend(*(apart(x) for x in (q, k, v)), **decay, **arguments)
     apart(y).backward(dy.to(dtype))
@@ -254,7 +254,7 @@ def test_projected_decay_logits_and_gradients(
     results = []
     for kind, dtype in ((form, torch.float32), ("parallel", torch.float64)):
         leaves = [t.detach().clone().to(device, dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
-        gate = ProjectedDecayLogits(*(apart(t) for t in leaves[3:5]), leaves[5] if biased else None)
+        gate = ProjectedDecayLogits(*map(apart, leaves[3 : 6 if biased else 5]))
         y = attend(*leaves[:3], decay_logits=gate, mask=mask, form=kind)
         (y * torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
         results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
