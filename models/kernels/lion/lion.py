@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...recompute import recomputable
 from ..launch import aligned
@@ -128,6 +129,7 @@ class _Lion(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         inputs, (source, weight, y), saved = LionInputs(*saved[:6]), saved[6:9], saved[9:]

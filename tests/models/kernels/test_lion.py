@@ -279,6 +279,15 @@ def test_biases_of_two_dtypes_have_their_own_launches(device: str, form: str) ->
     assert _project_launch.cache_info().currsize == 2
 
 
+@pytest.mark.parametrize("form", KERNELS)
+def test_second_derivatives_are_refused(device: str, form: str) -> None:
+    """Refuse them as all kernels do. The gradients would have no graph, and a penalty on them would change nothing."""
+    q, k, v = (torch.rand(1, 20, 1, 16, device=device, requires_grad=True) for _ in range(3))
+    (dq,) = torch.autograd.grad(attend(q, k, v, form=form).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.square().sum().backward()
+
+
 def test_skipping_far_tiles_does_not_change_results(device: str) -> None:
     """Large decays bring most tiles below e^-20, where they are skipped."""
     generator = torch.Generator().manual_seed(0)
