@@ -17,7 +17,7 @@ from ...recompute import recomputable
 from ..launch import aligned
 from .chunk import CHUNK
 from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_DECAY, Kernel, LionCase, LionInputs, check_addresses
-from .decay_logits import project, project_backward
+from .decay_logits import LARGEST, project, project_backward
 from .feature_map import PHI, feature_map_gradients, feature_maps, normalized_silu
 from .tile import TILE
 
@@ -54,7 +54,7 @@ def lion(
     elif decay is not None:
         decay = decay.reshape(q.shape[:3])
     segments = None
-    if mask is not None and source is not None and weight is not None:
+    if source is not None and weight is not None and (mask is not None or len(weight) > LARGEST):
         decay, source, weight = torch.nn.functional.linear(source, weight), None, None
     elif mask is not None and decay is None and bias is not None:
         decay, bias, logits = bias.float().expand(q.shape[:3]), None, True

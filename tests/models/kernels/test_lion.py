@@ -264,6 +264,21 @@ def test_projected_decay_logits_and_gradients(
 
 
 @pytest.mark.parametrize("form", KERNELS)
+def test_projected_decay_logits_of_more_heads_than_a_tile(device: str, form: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(1, 3, 257, 2)] * 3 + [(1, 3, 4), (257, 4), (257,)]
+    inputs = [torch.rand(*shape, generator=generator).to(device) + 0.1 for shape in shapes]
+    results = []
+    for kind, dtype in ((form, torch.float32), ("parallel", torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        y = attend(*leaves[:3], decay_logits=ProjectedDecayLogits(*leaves[3:]), form=kind)
+        (y * torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
+        results.append([y.detach(), *(x.grad for x in leaves)])
+    for actual, expected in zip(*results, strict=True):
+        assert ((actual.double() - expected).norm() / expected.norm()).item() < 2e-5
+
+
+@pytest.mark.parametrize("form", KERNELS)
 def test_biases_of_two_dtypes_have_their_own_launches(device: str, form: str) -> None:
     """Read the bias in its own dtype. A prepared launch reads it in the dtype of its first call."""
     from models.kernels.lion.decay_logits import _project_launch
