@@ -35,6 +35,27 @@ def apart(x: Tensor) -> Tensor:
     return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_dtype_per_pointer() -> Iterator[None]:
+    """Fail if a prepared launch gets another dtype than at its first call. On CUDA it would read the first dtype."""
+    try:
+        from models.kernels.launch import Launch
+    except ImportError:  # Triton is not installed
+        yield
+        return
+    first: dict[Launch, list[torch.dtype | None]] = {}
+    call = Launch.__call__
+
+    def checked(launch: Launch, *pointers: Tensor | None) -> None:
+        dtypes = [None if x is None else x.dtype for x in pointers]
+        assert first.setdefault(launch, dtypes) == dtypes, launch._kernel
+        call(launch, *pointers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "__call__", checked)
+        yield
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Return "cuda", or "cpu" with a patched interpreter. Skip the test if Triton is not installed."""
