@@ -10,7 +10,7 @@ from pathlib import Path
 def machine_memory(process: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes of memory of this machine, or the least limit of a control group, as containers and Slurm set it.
 
-    process: the control groups of the process; groups: the folder with their limits. Both are Linux's.
+    process: Linux's file with the control groups of this process. groups: its folder with their limits.
     """
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits(process, groups)])
 

@@ -13,7 +13,7 @@ from ..backend import disable_compile
 from .launch import Launch, aligned, packed, tl, triton
 from .primitives import row_tile
 
-# Sequences whose gradients of shared angles one program adds.
+# One program adds the gradients of the angles over this many sequences.
 _SEQUENCES = 16
 
 
@@ -60,7 +60,7 @@ class _Sizes(NamedTuple):
 
 
 def _tokens_in_rows(x: Tensor) -> Tensor:
-    """Return x, or a copy whose tokens have one distance in memory. A part of a fused projection needs no copy."""
+    """Return x if all neighbouring tokens are equally far apart in memory, as in a part of a fused projection, else a copy."""
     batch, length, _, dim = x.shape
     dense = x.stride(3) == 1 and x.stride(2) == dim and (batch == 1 or x.stride(0) == length * x.stride(1))
     return x if dense and x.data_ptr() % 16 == 0 else packed(x)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..launch import Launch, tl, triton
 from .common import LionCase, block, log_decay, per_token
 
-# Heads of a tile, which has all of them.
+# A tile holds all heads, at most this many.
 LARGEST = 256
 # Channels per tile; programs that share the tokens of the backward pass.
 _CHANNELS, _PROGRAMS = 128, 128
