@@ -95,6 +95,22 @@ def test_kernels_equal_the_reference(shape, kind, dtype):
         assert relative(actual, expected) < (1e-2 if name in ("o", "final") else 2e-2), name
 
 
+def test_gradients_of_the_last_token():
+    """Check that strong decays of earlier tokens leave no rounding error in the way of a chunk's last token to its end."""
+    from models.kernels.gla.gla import gla
+
+    q, k, v, g, state = inputs((2, 64, 2, 64, 128), "strong", torch.bfloat16)
+    k, v = k.requires_grad_(), v.requires_grad_()
+    _, final = gla(q, k, v, g, 0.2, state, None)
+    weights = torch.randn_like(final)
+    dk, dv = torch.autograd.grad((final * weights).sum(), [k, v])
+    expected = [
+        torch.einsum(f"bhkv,bh{x}->bh{y}", weights, z[:, -1].float()) for x, y, z in (("v", "k", v), ("k", "v", k))
+    ]
+    for actual, exact in zip((dk, dv), expected, strict=True):
+        assert relative(actual[:, -1], exact) < 5e-3
+
+
 def test_supported_inputs():
     """Check that the kernels support only mild decays per channel, 16 bits and the measured head sizes."""
     q, k, v, g, _ = inputs((1, 100, 2, 64, 128), "mild", torch.bfloat16)

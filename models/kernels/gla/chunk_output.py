@@ -105,8 +105,9 @@ def chunk_output_backward_kernel(
     decay = clamp_to_base_2(decay)
     passing = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
 
-    total = tl.sum(decay, 0)
     until = running_sum(decay, triangle_tile, False, exact)
+    # The last of the rounded sums, not the exact total, so that the last token has no decay to the chunk's end.
+    total = tl.sum(tl.where((row == C - 1)[:, None], until, 0.0), 0)
     # The decision of the forward pass, which `exact_form.py` also reads.
     fits = 1 - tl.load(needs_exact + bh * N + n)
     near_q, near_k = references(total, fits)
