@@ -38,6 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from ...backend import disable_compile
 from ...precision import NORMALIZER_EPS
+from ..gla.gla import MATMUL_LIMIT
 from ..launch import Launch, aligned, triton
 from .common import block, check_addresses
 from .value_channel_kernels import (
@@ -132,7 +133,7 @@ def _launches(device: torch.device, shape: torch.Size, dim_v: int, dtype: torch.
     # float32 inputs need float32 matmuls.
     precision = "ieee" if dtype == torch.float32 else "tf32"
     sizes = dim_k, dim_v, block(dim_k), block_v, CHUNK
-    options = *sizes, CHUNK.bit_length() - 1, parts, precision
+    options = *sizes, CHUNK.bit_length() - 1, MATMUL_LIMIT, parts, precision
 
     def launch(config: tuple[int, int | None], kernel: Any, grid: tuple[int, ...], *values: Any) -> Launch:
         return Launch(kernel, grid, length, *values, num_warps=config[0], num_stages=1, maxnreg=config[1])

@@ -11,7 +11,11 @@ Both factors are at most 1:
     o = diag(A) u + sum_l f_l * ((A . pairs of level l) (f_l * u)) + 2^b (X F) + 2^(B - b) (X G)
 
 F and G are the states at the chunk's edges and B is its total. A token in the right half of its block sees only tokens on its
-left, and a token in the left half only tokens on its right. So each level gives one direction per token.
+left, and a token in the left half only tokens on its right. So each level gives one direction per token. If no channel's B is
+below -MATMUL_LIMIT, all pairs on the left have the factors p_i / p_j with p = 2^(b - B / 2), those on the right p_j / p_i, and
+two matmuls replace those of the levels:
+
+    o = diag(A) u + p * ((A . below the diagonal) (u / p)) + ((A . above) (p * u)) / p + 2^b (X F) + 2^(B - b) (X G)
 
 float32 operands are multiplied in TF32. With 16-bit ones, gradients that nearly cancel would leave their rounding errors.
 """
@@ -74,7 +78,7 @@ def states_kernel(
 def output_kernel(
     q, k, v, b, states, o, y, r, e, T, N, H: tl.constexpr, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    MATMUL_LIMIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs o; for the backward pass the outputs in float32 y, r = 1 / (normalizer + eps), and e (db = dy e)."""
     n, bh = tl.program_id(0), tl.program_id(2)
@@ -85,7 +89,7 @@ def output_kernel(
     weight = tl.full([C, BV], 1.0, tl.float32)
     out, change, total, total_change = _both_sides(
         query, key, value, weight, base(b, bh, T, H, V), states, bh, n, t, ck, cv, T, N, H, K, V, BV, C,
-        LEVELS, PARTS, PRECISION,
+        LEVELS, MATMUL_LIMIT, PARTS, PRECISION,
     )  # fmt: skip
     if PARTS == 2:
         scale = 1.0 / (total + eps)
@@ -103,7 +107,7 @@ def output_kernel(
 def value_gradient_kernel(
     dy, q, k, v, g, b, y, r, e, states, d_states, dv, dg, T, N, H: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    MATMUL_LIMIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the values and of the log decays."""
     n, bh = tl.program_id(0), tl.program_id(2)
@@ -113,7 +117,7 @@ def value_gradient_kernel(
     grad, weight = _gradients(dy, y, r, bh, t, cv, T, H, V, BV, PARTS)
     d_value, change, _, weight_change = _both_sides(
         key, query, grad, weight, base(b, bh, T, H, V), d_states, bh, n, t, ck, cv, T, N, H, K, V, BV, C,
-        LEVELS, PARTS, PRECISION,
+        LEVELS, MATMUL_LIMIT, PARTS, PRECISION,
     )  # fmt: skip
     store_rows(base(dv, bh, T, H, V), d_value, t, cv, T, H, V, BV)
     # Loaded here to save registers.
@@ -145,7 +149,7 @@ def value_gradient_kernel(
 def score_gradient_kernel(
     dy, q, k, v, b, y, r, states, d_states, dq, dk, T, N, H: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    MATMUL_LIMIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of queries and keys."""
     n, bh = tl.program_id(0), tl.program_id(1)
@@ -163,7 +167,16 @@ def score_gradient_kernel(
         if PARTS == 2:
             products += weight
         diagonal += tl.sum(products, 1)
-        for level in range(0, LEVELS):
+        total = _total(b, n, cv, T, H, V, C)
+        right, left, levels = _factors(until, total, MATMUL_LIMIT, LEVELS)
+        below = tl.dot(right * grad, tl.trans(left * value), input_precision=PRECISION)
+        above = tl.dot(left * grad, tl.trans(right * value), input_precision=PRECISION)
+        if PARTS == 2:
+            below = tl.dot(right * weight, tl.trans(left), below, input_precision=PRECISION)
+            above = tl.dot(left * weight, tl.trans(right), above, input_precision=PRECISION)
+        d_scores += tl.where(row[:, None] > row[None, :], below, 0.0)
+        d_scores += tl.where(row[:, None] < row[None, :], above, 0.0)
+        for level in range(0, levels):
             factor = _factor(b, until, row, t, cv, T, H, V, BV, level)
             pairs = tl.dot(factor * grad, tl.trans(factor * value), input_precision=PRECISION)
             if PARTS == 2:
@@ -171,7 +184,6 @@ def score_gradient_kernel(
             d_scores += tl.where(_pairs(row, level), pairs, 0.0)
         if states is not None:
             inside = (ck < K)[:, None] & (cv < V)[None, :]
-            total = _total(b, n, cv, T, H, V, C)
             for side in tl.static_range(2):
                 near = tl.exp2(until if side == 0 else total[None, :] - until)
                 for part in tl.static_range(PARTS):
@@ -197,7 +209,7 @@ def score_gradient_kernel(
 def _both_sides(
     x, y, u, w, b, states, bh, n, t, ck, cv, T, N, H: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    MATMUL_LIMIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the sum over all tokens and that over the left minus that over the right, of u and (with two parts) of w.
 
@@ -208,9 +220,9 @@ def _both_sides(
     diagonal = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)[:, None]
     out, difference = diagonal * u, tl.zeros([C, BV], tl.float32)
     weight, weight_difference = diagonal * w, tl.zeros([C, BV], tl.float32)
+    total = _total(b, n, cv, T, H, V, C)
     if states is not None:
         inside = (ck < K)[:, None] & (cv < V)[None, :]
-        total = _total(b, n, cv, T, H, V, C)
         for side in tl.static_range(2):
             near = tl.exp2(until if side == 0 else total[None, :] - until)
             state = tl.load(_state_at(states, side, 0, bh, n, N, ck, cv, K, V, PARTS), mask=inside, other=0.0)
@@ -223,7 +235,19 @@ def _both_sides(
                 weight += term
                 weight_difference += term if side == 0 else -term
     scores = tl.dot(x, tl.trans(y), input_precision=PRECISION)
-    for level in range(0, LEVELS):
+    right, left, levels = _factors(until, total, MATMUL_LIMIT, LEVELS)
+    below = tl.where(row[:, None] > row[None, :], scores, 0.0)
+    above = tl.where(row[:, None] < row[None, :], scores, 0.0)
+    from_left = right * tl.dot(below, left * u, input_precision=PRECISION)
+    from_right = left * tl.dot(above, right * u, input_precision=PRECISION)
+    out += from_left + from_right
+    difference += from_left - from_right
+    if PARTS == 2:
+        from_left = right * tl.dot(below, left * w, input_precision=PRECISION)
+        from_right = left * tl.dot(above, right * w, input_precision=PRECISION)
+        weight += from_left + from_right
+        weight_difference += from_left - from_right
+    for level in range(0, levels):
         factor = _factor(b, until, row, t, cv, T, H, V, BV, level)
         seen = tl.where(_pairs(row, level), scores, 0.0)
         # 1 in the right half of a block, whose tokens see those on their left, else -1.
@@ -247,6 +271,18 @@ def _gradients(dy, y, r, bh, t, cv, T, H, V: tl.constexpr, BV: tl.constexpr, PAR
         grad *= load_rows(base(r, bh, T, H, V), t, cv, T, H, V, BV)
         weight = -grad * load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV)
     return grad, weight
+
+
+@triton.jit
+def _factors(until, total, MATMUL_LIMIT: tl.constexpr, LEVELS: tl.constexpr):
+    """Return p = 2^(b - B / 2) and 1 / p, [C, BV], the factors of a pair's right and left token, and 0, the number of levels.
+
+    If B is below -MATMUL_LIMIT, return zeros and LEVELS. A condition around matmuls instead would give invalid addresses on
+    Hopper with Triton 3.6.
+    """
+    fits = tl.min(total, 0) >= -MATMUL_LIMIT
+    exponent = until - 0.5 * total[None, :]
+    return tl.where(fits, tl.exp2(exponent), 0.0), tl.where(fits, tl.exp2(-exponent), 0.0), tl.where(fits, 0, LEVELS)
 
 
 @triton.jit
