@@ -113,6 +113,7 @@ class Experiment(_Section):
     scored: Literal["last", "least_perplexity", "best_validation"] = "last"
     batch_size: Positive | dict[int, Positive]
     drop_last: bool = True
+    compile: bool = False
     data: dict[str, Any] = Field(default_factory=dict)
     only: dict[str, Only] = Field(default_factory=dict)
     mad: dict[str, MadTask] = Field(default_factory=dict)
@@ -189,6 +190,7 @@ class Run:
     schedule: str = "cosine"
     drop_last: bool = True
     epoch_steps: int | None = None
+    compile: bool = False
 
     @property
     def classifies(self) -> bool:

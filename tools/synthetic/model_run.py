@@ -94,7 +94,9 @@ class ModelRun:
         self.dropout_generator: torch.Generator | None = None
         if network.embedding_dropout or network.attention_dropout or network.residual_dropout:
             self.dropout_generator = network.dropout_generator = torch.Generator(device)
-        if device.type == "cuda":
+        if run.compile:
+            self.network.compile_blocks()
+        elif device.type == "cuda":
             # Needs fewer kernels. On a CPU the result of larger matmuls would depend on the number of threads.
             fuse_projections(self.network, None)
         self.vocabulary = int(run.data["vocabulary"])

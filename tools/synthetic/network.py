@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.backend import is_supported
+from models.block import Block
 from models.config import ModelConfig
 from models.language_model import LanguageModel, LayerSpec
 from models.layers.embedding import look_up
@@ -118,30 +119,34 @@ class WithDropout(nn.Module):
         self.fp32_residual_connection = bool(run.network.get("fp32_residual_connection"))
         self.dropout_generator: torch.Generator | None = None
         self._dropout_active = False
+        self._run_block = _run_block
+
+    def compile_blocks(self) -> None:
+        """Run every block with its dropout and residual sums by torch.compile."""
+        self._run_block = torch.compile(_run_block)
 
     def _dropout(self, x: Tensor, p: float) -> Tensor:
-        if not (self._dropout_active and p):
-            return x
-        shape = (x.shape[0], 1, x.shape[-1]) if self.tie_dropout else x.shape
-        return x * x.new_empty(shape).bernoulli_(1 - p, generator=self.dropout_generator) / (1 - p)
+        kept = self._kept(x, p, x.dtype)
+        return x if kept is None else x * kept
 
-    def _through(self, blocks: Iterable[nn.Module], x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _kept(self, x: Tensor, p: float, dtype: torch.dtype) -> Tensor | None:
+        """Return the factors of x's elements, 0 or 1 / (1 - p), in a shape that broadcasts; None without dropout."""
+        if not (self._dropout_active and p):
+            return None
+        shape = (x.shape[0], 1, x.shape[-1]) if self.tie_dropout else x.shape
+        return x.new_empty(shape, dtype=dtype).bernoulli_(1 - p, generator=self.dropout_generator) / (1 - p)
+
+    def _through(self, blocks: Iterable[Block], x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return x after the blocks.
 
         With fp32_residual_connection (Megatron-LM's name) the residual stream and its norms are float32. The inputs of mixers
         and MLPs, and the returned tensor, have x's dtype.
         """
-        if not (self.fp32_residual_connection or self.residual_dropout):
-            for block in blocks:
-                x = block(x, mask=mask)
-            return x
         input_dtype, p = x.dtype, self.residual_dropout
         x = x.float() if self.fp32_residual_connection else x
         for block in blocks:
-            normed, first = _norm_in_dtype_of(x, block.norm1), x
-            x = x + self._dropout(block.mixer(normed.to(input_dtype), mask=mask), p)
-            normed = _norm_in_dtype_of(first if block.parallel_residual else x, block.norm2)
-            x = x + self._dropout(block.mlp(normed.to(input_dtype)), p)
+            kept = self._kept(x, p, input_dtype), self._kept(x, p, input_dtype)
+            x = self._run_block(block, x, mask, input_dtype, *kept)
         return x.to(input_dtype)
 
 
@@ -217,9 +222,32 @@ class _WithoutMLP(nn.Module):
         return x if residual is None else residual + x
 
 
+def _run_block(
+    block: Block,
+    x: Tensor,
+    mask: Tensor | None,
+    input_dtype: torch.dtype,
+    kept: Tensor | None,
+    kept_of_mlp: Tensor | None,
+) -> Tensor:
+    """Return x after a block whose mixer and MLP compute in input_dtype. kept, kept_of_mlp: factors of their outputs, or None."""
+    if kept is None and x.dtype == input_dtype:
+        return block(x, mask=mask)
+    normed, first = _norm_in_dtype_of(x, block.norm1), x
+    x = _add(x, block.mixer(normed.to(input_dtype), mask=mask), kept)
+    normed = _norm_in_dtype_of(first if block.parallel_residual else x, block.norm2)
+    return _add(x, block.mlp(normed.to(input_dtype)), kept_of_mlp)
+
+
+def _add(x: Tensor, y: Tensor, kept: Tensor | None) -> Tensor:
+    return x + y if kept is None else x + y * kept
+
+
 def _norm_in_dtype_of(x: Tensor, norm: nn.Module) -> Tensor:
-    weights = {name: weight.to(x.dtype) for name, weight in norm.named_parameters()}
-    return torch.func.functional_call(norm, weights, (x,))
+    weights = dict(norm.named_parameters())
+    if all(weight.dtype == x.dtype for weight in weights.values()):
+        return norm(x)
+    return torch.func.functional_call(norm, {name: weight.to(x.dtype) for name, weight in weights.items()}, (x,))
 
 
 @torch.no_grad()

@@ -95,7 +95,9 @@ def check_sweep(runs: Sequence[Run], device: torch.device, *, graph: bool = True
     alone = SideBySide(runs[:1], examples, device, graph=False)
     expected = alone.losses_of_steps(STEPS)
     row["one by one ms"], _ = _speed(alone)
-    reference = SideBySide([replace(runs[0], precision="fp32")], examples, device, graph=False).losses_of_steps(1)
+    reference = SideBySide(
+        [replace(runs[0], precision="fp32", compile=False)], examples, device, graph=False
+    ).losses_of_steps(1)
     begin = time.perf_counter()
     together = SideBySide(runs, examples, device, graph=graph)
     row["graph"] = together.graph

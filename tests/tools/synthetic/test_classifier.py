@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,19 @@ def test_loaded_moments_are_on_the_device_of_the_weights() -> None:
     moments = [value for flat in resumed.flats for value in resumed._optimizer.state[flat.master].values()]
     assert {value.device.type for value in moments} == {"meta"}
     assert len(moments) == 3 * len(resumed.flats)
+
+
+def test_compiled_blocks_equal_plain_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace blocks with dropout and BatchNorm's averages. Code is not generated, because its compilation takes a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    words = BATCHNORM, "network.residual_dropout=0.5", "network.tie_dropout=true"
+    results = []
+    for run in (run_of(*words), run_of(*words, "compile=true")):
+        steps = SideBySide([run], prepare(run, CPU), CPU)
+        steps.train_epoch(0)
+        evaluations, losses = steps.evaluate()
+        results.append([*losses, evaluations[0].perplexity, *steps.model_runs[0].state()["weights"][0].tolist()])
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-6)
 
 
 def test_tied_dropout_drops_a_channel_at_all_tokens() -> None:
