@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..precision import to_accumulation_dtype
+
 
 def hippo_log_decays(heads: int, head_dim: int, dt_min: float, dt_max: float, *, lin: bool = False) -> Tensor:
     """Return the log decay at the start of every channel, [heads * head_dim] float64, from a diagonal form of HiPPO.
@@ -17,9 +19,12 @@ def hippo_log_decays(heads: int, head_dim: int, dt_min: float, dt_max: float, *,
     evenly in the logarithm from dt_min to dt_max. `hippo_angles` returns the imaginary part of S4D-Lin.
     """
     count = heads * head_dim if lin else heads
-    steps = [dt_min * (dt_max / dt_min) ** (i / max(count - 1, 1)) for i in range(count)]
-    rates = [step / 2 for step in steps] if lin else [step * (n + 1) for step in steps for n in range(head_dim)]
-    return -torch.tensor(rates, dtype=torch.float64)
+    step = _time_steps(torch.arange(count, dtype=torch.float64), count, dt_min, dt_max)
+    return -step / 2 if lin else -torch.outer(step, torch.arange(1, head_dim + 1, dtype=torch.float64)).flatten()
+
+
+def _time_steps(index: Tensor, count: int, dt_min: float, dt_max: float) -> Tensor:
+    return dt_min * (dt_max / dt_min) ** (index / max(count - 1, 1))
 
 
 def decay_logits(log_decay: Tensor) -> Tensor:
@@ -27,12 +32,17 @@ def decay_logits(log_decay: Tensor) -> Tensor:
     return (log_decay - (-torch.expm1(log_decay)).log()).float()
 
 
-def hippo_angles(heads: int, channels: int, log_decay: Tensor) -> Tensor:
-    """Return the angle pi n dt of channel n of every head, [heads * channels] float64: the imaginary part pi n of S4D-Lin.
+def hippo_angles(offset: Tensor, head_index: Tensor, heads: int, dt_min: float, dt_max: float) -> Tensor:
+    """Return the angle (pi n + offset) dt of channel n of every head, [local heads, channels] in float32 (float64 for float64).
 
-    log_decay: -dt / 2, as `hippo_log_decays` with lin.
+    offset: [local heads * channels], learned, 0 at the start: then i pi n is the imaginary part of S4D-Lin. head_index: [local
+    heads], the heads' numbers in the whole layer of `heads`. dt: the time steps of `hippo_log_decays` with lin.
     """
-    return -2 * pi * log_decay * torch.arange(channels, dtype=log_decay.dtype).repeat(heads)
+    offset = to_accumulation_dtype(offset).unflatten(0, (len(head_index), -1))
+    channel = torch.arange(offset.shape[1], dtype=offset.dtype, device=offset.device)
+    index = head_index.to(offset.device)[:, None] * len(channel) + channel
+    step = _time_steps(index, heads * len(channel), dt_min, dt_max)
+    return (pi * channel + offset) * step
 
 
 def initial_log_decays(options: Any, heads: int, channels: int) -> Tensor:
@@ -51,7 +61,7 @@ def initial_log_decays(options: Any, heads: int, channels: int) -> Tensor:
 def zero_order_hold(name: str, log_decay: Tensor, angle: Tensor | None, heads: int, head_dim: int) -> Tensor:
     """Return the initial weight of values, L^-1 (exp(L dt) - I) for decays exp(L dt), [heads * head_dim, heads * head_dim].
 
-    log_decay, angle: those of `initial_log_decays` and `hippo_angles`, [heads] or one per channel. L dt is log_decay + i angle.
+    log_decay, angle: of `initial_log_decays` and `hippo_angles`, [heads] or one per channel. L dt is log_decay + i angle.
     dt is 1 unless `decay_init` has time steps. With an angle, channels c and c + head_dim / 2 of a head are one complex number.
     """
     step = torch.ones_like(log_decay)

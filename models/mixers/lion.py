@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from ..layers.embedding import token_positions
 from ..layers.initial_decays import decay_logits, hippo_angles, initial_log_decays, zero_order_hold
 from ..layers.norm import LayerNorm
-from ..layers.projections import (
-    FusedProjections,
-    apply_each,
-    init_normal,
-    init_std,
-    linear,
-)
+from ..layers.projections import FusedProjections, apply_each, head_indices, init_normal, init_std, linear
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention, no_decay
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
@@ -65,8 +59,8 @@ class LionOptions:
     complex_decay: bool = option(
         False,
         "true: channels c and c + head_dim / 2 of a head's values are a complex number, and so is their decay. Its angle is "
-        "learned, from pi n dt for pair n of a head, the imaginary part of S4D-Lin. It needs decay_per: value_channel and "
-        "decay_init: s4d_lin.",
+        "(pi n + offset) dt for pair n of a head, with a learned offset: the imaginary part of S4D-Lin. It needs decay_per: "
+        "value_channel and decay_init: s4d_lin.",
     )
     init_std: float | None = option(
         None, "Standard deviation of the initial weights of queries, keys and decays; null: that of the model."
@@ -160,7 +154,8 @@ class Lion(nn.Module):
     decay_per = channel: a, w and b have one row per channel of keys, and M_ij multiplies the channel's part of phi(q_i) phi(k_j).
     decay_per = value_channel: one row, one M and one normalizer per channel of values (appendix C.7), and grfa
     multiplies v_t by 1 - |lambda_t| instead of k_t. complex_decay: two channels of values are a complex number, and M_ij is
-    multiplied by exp(i angle (i - j)): v_j is rotated by -angle j before the real operator, and its output by angle i.
+    multiplied by exp(i angle (i - j)): v_j is rotated by -angle j before the real operator, and its output by angle i. The angle
+    is (pi n + frequency_offset) dt for pair n of a head with the initial time step dt.
     The bias b is the non-selective term. decay_init = hippo and value_init = zero_order_hold are those of the Long Range Arena.
     There are no positions: lit has no decay and needs model.positions = learned.
     """
@@ -175,12 +170,15 @@ class Lion(nn.Module):
         "v_proj": "column",
         "decay_weight": "heads",
         "decay": "heads",
-        "decay_angle": "heads",
+        "frequency_offset": "heads",
+        "head_index": "heads",
         "input_gate": "column",
         "out_proj": "row",
         "output_norm": "replicated",
     }
-    parameter_kinds: ClassVar[dict[str, str]] = {"decay_weight": "decay", "decay": "decay", "decay_angle": "decay"}
+    parameter_kinds: ClassVar[dict[str, str]] = {"decay_weight": "decay", "decay": "decay", "frequency_offset": "decay"}
+
+    head_index: Tensor
 
     def __init__(self, config: ModelShape, layer_index: int, options: LionOptions) -> None:
         super().__init__()
@@ -197,8 +195,9 @@ class Lion(nn.Module):
         if options.variant not in ("lit", "d"):
             self.decay_weight = nn.Parameter(torch.empty(len(log_decay), size))
             init_normal(self.decay_weight, init_std(config))
-        angle = hippo_angles(heads, channels, log_decay) if options.complex_decay else None
-        self.decay_angle = None if angle is None else nn.Parameter(angle.float())
+        self.frequency_offset = nn.Parameter(torch.zeros(len(log_decay))) if options.complex_decay else None
+        # Integers, so that time steps stay exact if the module is cast to 16 bits.
+        self.register_buffer("head_index", head_indices(config) if options.complex_decay else None, persistent=False)
         self.input_gate = linear(config, size, heads, bias=True) if options.variant == "lstm" else None
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
         normed = options.variant == "lit" if options.output_norm is None else options.output_norm
@@ -208,6 +207,10 @@ class Lion(nn.Module):
                 if weight is not None:
                     init_normal(weight, options.init_std)
         if options.value_init == "zero_order_hold":
+            angle = None
+            if options.complex_decay:
+                offset = torch.zeros_like(log_decay)
+                angle = hippo_angles(offset, self.head_index, heads, options.dt_min, options.dt_max).flatten()
             weight = zero_order_hold(options.decay_init, log_decay, angle, heads, self.head_dim)
             with torch.no_grad():
                 self.v_proj.weight.copy_(weight)
@@ -250,15 +253,15 @@ class Lion(nn.Module):
         logits = self._decay_logits(x)
         q, k, phi = self._features(q, k, v.dtype)
         k, v = self._gate(x, k, v, logits)
-        if self.decay_angle is not None:
-            cos, sin = self._rotation(self.decay_angle, v, mask, cu_seqlens)
+        if self.frequency_offset is not None:
+            cos, sin = self._rotation(self.frequency_offset, v, mask, cu_seqlens)
             v = rotate(v, cos, -sin)
         if self.options.causal:
             logits = logits.logits() if isinstance(logits, ProjectedDecayLogits) else logits
             o, new_state = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"), return_state)
         else:
             o, new_state = self._bidirectional(q, k, v, logits, phi, mask, cu_seqlens), {}
-        if self.decay_angle is not None:
+        if self.frequency_offset is not None:
             o = rotate(o, cos, sin)
         y = self.out_proj(o.flatten(-2).to(v.dtype))
         if self.output_norm is not None:
@@ -301,7 +304,7 @@ class Lion(nn.Module):
             logits = to_accumulation_dtype(self.decay)
             if self.decay_weight is not None:
                 logits = logits + F.linear(x, self.decay_weight)
-            if self.decay_angle is not None:
+            if self.frequency_offset is not None:
                 logits = torch.cat(2 * [logits.unflatten(-1, (-1, self.head_dim // 2))], -1)
             else:
                 logits = logits.unflatten(-1, (-1, self.head_dim))
@@ -312,11 +315,12 @@ class Lion(nn.Module):
         return projected.logits() if self.options.variant == "grfa" else projected
 
     def _rotation(
-        self, angle: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+        self, offset: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles times the positions, [batch or 1, length, heads, head_dim / 2] in float32."""
         position, _ = token_positions(v[:1] if mask is None else v, mask, cu_seqlens, None)
-        turned = position[:, :, None, None] * to_accumulation_dtype(angle).unflatten(-1, (-1, self.head_dim // 2))
+        angle = hippo_angles(offset, self.head_index, self._heads, self.options.dt_min, self.options.dt_max)
+        turned = position[:, :, None, None] * angle
         return turned.cos(), turned.sin()
 
     def _causal(
@@ -390,11 +394,7 @@ class Lion(nn.Module):
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with the operator in chunks of 64 tokens."""
         dim, directions = self.head_dim, 1 if self.options.causal else 2
-        gates = sum(
-            2 * self._size * outputs
-            for gate, outputs in ((self.decay_weight, self._decays), (self.input_gate, 1))
-            if gate is not None
-        )
+        gates = 2 * self._size * ((self.decay_weight is not None) * self._decays + (self.input_gate is not None))
         normalizers = (dim if self._per_value_channel else 1) if self.options.scaled else 0
         operator = flops_per_head(length, dim, dim + normalizers)
         return 8 * self._size**2 + self._heads * (gates + directions * operator)

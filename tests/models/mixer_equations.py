@@ -220,7 +220,13 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
             options.get("decay_per") == "value_channel",
         )
         if options.get("complex_decay"):
-            num, den = _both_complex(q, k, v, decay, p["decay_angle"].view(heads, -1), shifted)
+            count = len(p["frequency_offset"])
+            low, high = options.get("dt_min", 0.001), options.get("dt_max", 0.1)
+            step = low * (high / low) ** (torch.arange(count, dtype=torch.float64) / (count - 1))
+            frequency = (
+                math.pi * torch.arange(count // heads, dtype=torch.float64).repeat(heads) + p["frequency_offset"]
+            )
+            num, den = _both_complex(q, k, v, decay, (frequency * step).view(heads, -1), shifted)
         else:
             num, den = _both(q, k, v, decay, shifted, per_value_channel)
     if not options.get("scaled", True):

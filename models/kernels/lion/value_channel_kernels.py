@@ -11,9 +11,10 @@ Both factors are at most 1:
     o = diag(A) u + sum_l f_l * ((A . pairs of level l) (f_l * u)) + 2^b (X F) + 2^(B - b) (X G)
 
 F and G are the states at the chunk's edges and B is its total. A token in the right half of its block sees only tokens on its
-left, and a token in the left half only tokens on its right. So each level gives one direction per token. If no channel's B is
-below -MATMUL_LIMIT, all pairs on the left have the factors p_i / p_j with p = 2^(b - B / 2), those on the right p_j / p_i, and
-two matmuls replace those of the levels:
+left, and a token in the left half only tokens on its right. So each level gives one direction per token.
+
+If no channel's B is below -MATMUL_LIMIT, two matmuls replace those of the levels. With p = 2^(b - B / 2), W_ijc is p_ic / p_jc
+for tokens j on the left. For those on the right it is p_jc / p_ic.
 
     o = diag(A) u + p * ((A . below the diagonal) (u / p)) + ((A . above) (p * u)) / p + 2^b (X F) + 2^(B - b) (X G)
 

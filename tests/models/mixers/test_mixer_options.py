@@ -66,7 +66,10 @@ def test_initial_complex_decays_and_values() -> None:
     step = 0.01 * 8 ** (torch.arange(16, dtype=torch.float64) / 15)  # four pairs of channels in each of four heads
     rate = torch.complex(torch.full((16,), -0.5, dtype=torch.float64), torch.pi * torch.arange(4.0).repeat(4).double())
     torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-step / 2).exp(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(lion.decay_angle.double(), rate.imag * step, rtol=1e-6, atol=0)
+    assert not lion.frequency_offset.any()
+    cos, sin = lion._rotation(lion.frequency_offset.double(), torch.zeros(1, 2, 4, 8), None, None)
+    rotated = torch.exp(1j * rate.imag * step).view(4, 4)
+    torch.testing.assert_close(torch.complex(cos, sin)[0, 1], rotated, rtol=0, atol=1e-9)
     x = torch.randn(5, 4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     held = (torch.exp(rate * step) - 1) / rate
     expected = torch.complex(x[:, :, 0], x[:, :, 1]) * held.view(4, 4)
