@@ -155,7 +155,7 @@ def test_other_runs_of_long_range_arena() -> None:
     assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
     grfa = run_of_lra("image", "lion_grfa")
     assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
-    short, long, shorter, best, wide, longest = (run for run in lines("lra") if run["model"] == "lion_complex")
+    short, long, shorter, per_token, wide, longest, best = (run for run in lines("lra") if run["model"] == "lion_complex")
     metala = run_of_lra("image", "metala")
     for subject, run in (("it has", short), ("LION has", long), ("weight decay 0.5 it has", metala)):
         assert f"{subject} {100 * run['accuracy']:.1f} % after {run['epochs']} epochs" in PAGE
@@ -172,9 +172,15 @@ def test_other_runs_of_long_range_arena() -> None:
     assert "falls to {} at epoch 24 and to {} at epoch 38.".format(*falls) in text
     assert [2 * number for number, value in enumerate(longest["history"], 1) if value < 0.4] == [24, 38]
     assert f"the test accuracy is {100 * longest['accuracy']:.1f} %" in text
+    assert f"With {per_token['epochs']} epochs nothing falls, and it is {100 * per_token['accuracy']:.1f} %" in text
+    assert f"raise LION to {100 * best['accuracy']:.1f} %" in text
+    assert f"In {best['epochs']} epochs the accuracy never falls by more than one point" in text
+    assert all(later > earlier - 0.01 for earlier, later in pairwise(best["history"]))
+    assert best["loss"] < longest["loss"] / 10
     assert f"falls from 3.4 to {metala['perplexity']:.1f}. The training loss is {metala['loss']:.2f}," in text
     for name, run in (("S5", s5), ("LION, complex decays", best)):
-        curve = ", ".join(f"{100 * value:.1f}" for value in run["history"][1::2])
+        step = 4 * len(run["history"]) // run["epochs"]
+        curve = ", ".join(f"{100 * value:.1f}" for value in run["history"][step - 1 :: step])
         row = [
             f"{run['epochs']} ({run['epochs']})",
             f"{run['seconds'] / 60:.1f}",
