@@ -39,9 +39,7 @@ class _Convolution(torch.autograd.Function):
         x, weight = aligned(x), aligned(weight)
         y = torch.empty_like(x)
         if x.numel():
-            forward, _ = _launches(
-                x.device, x.dtype, weight.dtype, x.shape, weight.shape[1], silu, previous is not None
-            )
+            forward, _ = _launches(x.device, _dtypes(previous, x, weight), x.shape, weight.shape[1], silu)
             forward(x, previous, weight, y)
         ctx.save_for_backward(previous, x, weight)
         ctx.silu = silu
@@ -58,24 +56,23 @@ class _Convolution(torch.autograd.Function):
         programs = _programs(x.shape, kernel, previous is not None)
         partial = torch.empty(batch, programs, kernel, channels, dtype=torch.float32, device=x.device)
         if partial.numel():
-            _, backward = _launches(x.device, x.dtype, weight.dtype, x.shape, kernel, ctx.silu, previous is not None)
+            _, backward = _launches(x.device, _dtypes(previous, x, weight), x.shape, kernel, ctx.silu)
             backward(aligned(dy), previous, x, weight, d_previous, dx, partial)
         d_weight = sum_parts(partial.view(1, batch * programs, kernel * channels), weight.dtype).view(kernel, channels)
         return d_previous, dx, d_weight.t(), None
 
 
+def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if x is None else x.dtype for x in tensors)
+
+
 @lru_cache(4096)
 def _launches(
-    device: torch.device,
-    dtype: torch.dtype,
-    weight: torch.dtype,
-    shape: torch.Size,
-    kernel: int,
-    silu: bool,
-    history: bool,
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: torch.Size, kernel: int, silu: bool
 ) -> tuple[Launch, Launch]:
-    """Return the forward and the backward launch for x of this shape."""
+    """Return the forward and the backward launch for x of this shape. dtypes: those of previous, or None, x and weight."""
     batch, length, channels = shape
+    history = dtypes[0] is not None
     values = length, channels, kernel, silu, history
     tokens, columns = _FORWARD
     grid = triton.cdiv(length, tokens), triton.cdiv(channels, columns), batch

@@ -52,3 +52,16 @@ def test_missing_history_equals_zero_history(device: str, length: int) -> None:
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def test_histories_of_two_dtypes_have_their_own_launches(device: str) -> None:
+    """Continue after a history in 16 bits, then in float32. A launch reads the dtypes of its first call."""
+    from models.kernels.causal_conv1d import _launches, causal_convolution
+
+    generator = torch.Generator().manual_seed(0)
+    before, x, weight = (torch.randn(*s, generator=generator).to(device) for s in ((2, 3, 20), (2, 5, 20), (20, 4)))
+    before = before.bfloat16()
+    _launches.cache_clear()
+    outputs = [causal_convolution(history, x, weight, True) for history in (before, before.float())]
+    assert torch.equal(*outputs)
+    assert _launches.cache_info().currsize == 2

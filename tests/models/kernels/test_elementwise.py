@@ -170,6 +170,19 @@ def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
         torch.testing.assert_close(actual.double(), parts.double().sum(1), rtol=bound, atol=1e-5)
 
 
+def test_gates_of_two_dtypes_have_their_own_launches(device: str) -> None:
+    """Compute Mamba-2's gated norm with u and z in 16 bits, then in float32."""
+    from models.kernels.mamba2 import _norm_launches, gated_norm
+
+    o, u, z = (random(2, 5, 3, 16, seed=seed, device=device) for seed in range(3))
+    skip, weight = random(3, seed=3, device=device), random(48, seed=4, device=device)
+    u, z = u.bfloat16(), z.flatten(2).bfloat16()
+    _norm_launches.cache_clear()
+    outputs = [gated_norm(o, u.to(dtype), skip, z.to(dtype), weight, 1e-5) for dtype in (u.dtype, o.dtype)]
+    assert torch.equal(*outputs)
+    assert _norm_launches.cache_info().currsize == 2
+
+
 @pytest.mark.parametrize("shape", [(2, 50, 3, 16), (1, 1100, 2, 64), (1, 9, 1, 5)])
 def test_mamba2_step_and_gated_norm(device: str, shape: tuple[int, int, int, int], replace: Replace) -> None:
     from models.kernels import mamba2 as mamba2_ends

@@ -155,7 +155,9 @@ def test_other_runs_of_long_range_arena() -> None:
     assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
     grfa = run_of_lra("image", "lion_grfa")
     assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
-    short, long, shorter, per_token, wide, longest, best = (run for run in lines("lra") if run["model"] == "lion_complex")
+    short, long, shorter, per_token, wide, longest, best = (
+        run for run in lines("lra") if run["model"] == "lion_complex"
+    )
     metala = run_of_lra("image", "metala")
     for subject, run in (("it has", short), ("LION has", long), ("weight decay 0.5 it has", metala)):
         assert f"{subject} {100 * run['accuracy']:.1f} % after {run['epochs']} epochs" in PAGE
