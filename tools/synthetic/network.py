@@ -127,14 +127,14 @@ class WithDropout(nn.Module):
 
     def _dropout(self, x: Tensor, p: float) -> Tensor:
         kept = self._kept(x, p, x.dtype)
-        return x if kept is None else x * kept
+        return x if kept is None else x * kept / (1 - p)
 
     def _kept(self, x: Tensor, p: float, dtype: torch.dtype) -> Tensor | None:
-        """Return the factors of x's elements, 0 or 1 / (1 - p), in a shape that broadcasts; None without dropout."""
+        """Return 1 for each element of x that stays and 0 for the others, in a shape that broadcasts; None without dropout."""
         if not (self._dropout_active and p):
             return None
         shape = (x.shape[0], 1, x.shape[-1]) if self.tie_dropout else x.shape
-        return x.new_empty(shape, dtype=dtype).bernoulli_(1 - p, generator=self.dropout_generator) / (1 - p)
+        return x.new_empty(shape, dtype=dtype).bernoulli_(1 - p, generator=self.dropout_generator)
 
     def _through(self, blocks: Iterable[Block], x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return x after the blocks.
@@ -146,7 +146,7 @@ class WithDropout(nn.Module):
         x = x.float() if self.fp32_residual_connection else x
         for block in blocks:
             kept = self._kept(x, p, input_dtype), self._kept(x, p, input_dtype)
-            x = self._run_block(block, x, mask, input_dtype, *kept)
+            x = self._run_block(block, x, mask, input_dtype, *kept, 1 / (1 - p))
         return x.to(input_dtype)
 
 
@@ -229,18 +229,23 @@ def _run_block(
     input_dtype: torch.dtype,
     kept: Tensor | None,
     kept_of_mlp: Tensor | None,
+    scale: float,
 ) -> Tensor:
-    """Return x after a block whose mixer and MLP compute in input_dtype. kept, kept_of_mlp: factors of their outputs, or None."""
+    """Return x after a block whose mixer and MLP compute in input_dtype.
+
+    kept, kept_of_mlp: 0 and 1, factors of their outputs; None without dropout. scale: of the outputs that stay.
+    """
     if kept is None and x.dtype == input_dtype:
         return block(x, mask=mask)
     normed, first = _norm_in_dtype_of(x, block.norm1), x
-    x = _add(x, block.mixer(normed.to(input_dtype), mask=mask), kept)
+    x = _add(x, block.mixer(normed.to(input_dtype), mask=mask), kept, scale)
     normed = _norm_in_dtype_of(first if block.parallel_residual else x, block.norm2)
-    return _add(x, block.mlp(normed.to(input_dtype)), kept_of_mlp)
+    return _add(x, block.mlp(normed.to(input_dtype)), kept_of_mlp, scale)
 
 
-def _add(x: Tensor, y: Tensor, kept: Tensor | None) -> Tensor:
-    return x + y if kept is None else x + y * kept
+def _add(x: Tensor, y: Tensor, kept: Tensor | None, scale: float) -> Tensor:
+    # The scale is a number, because a tensor in 16 bits would round it.
+    return x + y if kept is None else torch.add(x, y * kept, alpha=scale)
 
 
 def _norm_in_dtype_of(x: Tensor, norm: nn.Module) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from models.config import ModelConfig
 from tests.tools.synthetic.test_lra import SMALL_PATHS
 from tools.synthetic.batches import generate, prepare
-from tools.synthetic.classifier import BatchNorm
+from tools.synthetic.classifier import BatchNorm, Classifier
 from tools.synthetic.experiment import Run, load_experiment, plan
 from tools.synthetic.model_run import ModelRun
-from tools.synthetic.network import model_config
+from tools.synthetic.network import _run_block, model_config
 from tools.synthetic.run_checkpoint import TimeUpError
 from tools.synthetic.training import SideBySide, train_together
 
@@ -114,6 +114,17 @@ def test_tied_dropout_drops_a_channel_at_all_tokens() -> None:
     assert sorted(set(dropped.flatten().tolist())) == [0.0, 2.0]
     assert dropped.mean().item() == pytest.approx(1, abs=0.1)
     assert (dropped[0] != dropped[1]).any()
+
+
+def test_outputs_that_stay_are_scaled() -> None:
+    """Keep the mixer's outputs and drop the MLP's."""
+    network = Classifier(run_of("network.residual_dropout=0.3"), 2, images=True)
+    block = network.blocks[0]
+    x = torch.randn(2, 256, 16)
+    mixed = block.mixer(block.norm1(x))
+    kept = torch.ones_like(x), torch.zeros_like(x)
+    y = _run_block(block, x, None, x.dtype, *kept, 1 / 0.7)
+    torch.testing.assert_close(y, x + mixed / 0.7)
 
 
 @pytest.mark.parametrize(
