@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from math import log, pi
+from math import log
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from ..precision import to_accumulation_dtype
 
 
 def hippo_log_decays(heads: int, head_dim: int, dt_min: float, dt_max: float, *, lin: bool = False) -> Tensor:
@@ -16,33 +14,21 @@ def hippo_log_decays(heads: int, head_dim: int, dt_min: float, dt_max: float, *,
 
     Channel n of head h has the decay exp(-dt_h (n + 1)): -(n + 1) is the diagonal of HiPPO-LegS, S4D-Real of Gu et al. 2022
     (arXiv 2206.11893). lin: channel c has exp(-dt_c / 2), the real part -1/2 of S4D-Lin and S4D-Inv. The time steps are spaced
-    evenly in the logarithm from dt_min to dt_max. `hippo_angles` returns the imaginary part of S4D-Lin.
+    evenly in the logarithm from dt_min to dt_max. `layers.complex_decay` has the imaginary part of S4D-Lin.
     """
     count = heads * head_dim if lin else heads
-    step = _time_steps(torch.arange(count, dtype=torch.float64), count, dt_min, dt_max)
+    step = time_steps(torch.arange(count, dtype=torch.float64), count, dt_min, dt_max)
     return -step / 2 if lin else -torch.outer(step, torch.arange(1, head_dim + 1, dtype=torch.float64)).flatten()
 
 
-def _time_steps(index: Tensor, count: int, dt_min: float, dt_max: float) -> Tensor:
+def time_steps(index: Tensor, count: int, dt_min: float, dt_max: float) -> Tensor:
+    """Return the time steps of these indices, any shape, of `count` time steps spaced evenly in the logarithm."""
     return dt_min * (dt_max / dt_min) ** (index / max(count - 1, 1))
 
 
 def decay_logits(log_decay: Tensor) -> Tensor:
     """Return the float32 logits of decays: log decay - log(1 - decay). Precise for decays near 0 and near 1."""
     return (log_decay - (-torch.expm1(log_decay)).log()).float()
-
-
-def hippo_angles(offset: Tensor, head_index: Tensor, heads: int, dt_min: float, dt_max: float) -> Tensor:
-    """Return the angle (pi n + offset) dt of channel n of every head, [local heads, channels] in float32 (float64 for float64).
-
-    offset: [local heads * channels], learned, 0 at the start: then i pi n is the imaginary part of S4D-Lin. head_index: [local
-    heads], the heads' numbers in the whole layer of `heads`. dt: the time steps of `hippo_log_decays` with lin.
-    """
-    offset = to_accumulation_dtype(offset).unflatten(0, (len(head_index), -1))
-    channel = torch.arange(offset.shape[1], dtype=offset.dtype, device=offset.device)
-    index = head_index.to(offset.device)[:, None] * len(channel) + channel
-    step = _time_steps(index, heads * len(channel), dt_min, dt_max)
-    return (pi * channel + offset) * step
 
 
 def initial_log_decays(options: Any, heads: int, channels: int) -> Tensor:
@@ -61,8 +47,9 @@ def initial_log_decays(options: Any, heads: int, channels: int) -> Tensor:
 def zero_order_hold(name: str, log_decay: Tensor, angle: Tensor | None, heads: int, head_dim: int) -> Tensor:
     """Return the initial weight of values, L^-1 (exp(L dt) - I) for decays exp(L dt), [heads * head_dim, heads * head_dim].
 
-    log_decay, angle: of `initial_log_decays` and `hippo_angles`, [heads] or one per channel. L dt is log_decay + i angle.
-    dt is 1 unless `decay_init` has time steps. With an angle, channels c and c + head_dim / 2 of a head are one complex number.
+    log_decay, angle: of `initial_log_decays` and `complex_decay.hippo_angles`, [heads] or one per channel. L dt is log_decay +
+    i angle. dt is 1 unless `decay_init` has time steps. With an angle, channels c and c + head_dim / 2 of a head are one complex
+    number.
     """
     step = torch.ones_like(log_decay)
     if name == "s4d_lin":

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.embedding import token_positions
-from ..layers.initial_decays import decay_logits, hippo_angles, initial_log_decays, zero_order_hold
+from ..layers.complex_decay import hippo_angles, rotation
+from ..layers.initial_decays import decay_logits, initial_log_decays, zero_order_hold
 from ..layers.norm import LayerNorm
 from ..layers.projections import FusedProjections, apply_each, head_indices, init_normal, init_std, linear
 from ..operators.gla.gated_linear_attention import flops_per_head, gated_linear_attention, no_decay
@@ -254,7 +254,10 @@ class Lion(nn.Module):
         q, k, phi = self._features(q, k, v.dtype)
         k, v = self._gate(x, k, v, logits)
         if self.frequency_offset is not None:
-            cos, sin = self._rotation(self.frequency_offset, v, mask, cu_seqlens)
+            angle = hippo_angles(
+                self.frequency_offset, self.head_index, self._heads, self.options.dt_min, self.options.dt_max
+            )
+            cos, sin = rotation(angle, v, mask, cu_seqlens)
             v = rotate(v, cos, -sin)
         if self.options.causal:
             logits = logits.logits() if isinstance(logits, ProjectedDecayLogits) else logits
@@ -313,15 +316,6 @@ class Lion(nn.Module):
             return to_accumulation_dtype(self.decay).expand(*x.shape[:2], -1) if self.options.causal else self.decay
         projected = ProjectedDecayLogits(x, self.decay_weight, self.decay)
         return projected.logits() if self.options.variant == "grfa" else projected
-
-    def _rotation(
-        self, offset: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the angles times the positions, [batch or 1, length, heads, head_dim / 2] in float32."""
-        position, _ = token_positions(v[:1] if mask is None else v, mask, cu_seqlens, None)
-        angle = hippo_angles(offset, self.head_index, self._heads, self.options.dt_min, self.options.dt_max)
-        turned = position[:, :, None, None] * angle
-        return turned.cos(), turned.sin()
 
     def _causal(
         self,

@@ -173,7 +173,8 @@ def initial_decay(options: Any, heads: int, head_dim: int) -> nn.Parameter | Non
     """
     if options.decay_init == "none":
         return None
-    log_decay = hippo_log_decays(heads, head_dim, options.dt_min, options.dt_max)
+    lin = options.decay_init == "s4d_lin"
+    log_decay = hippo_log_decays(heads, head_dim, options.dt_min, options.dt_max, lin=lin)
     return nn.Parameter(decay_logits(16 * log_decay))
 
 

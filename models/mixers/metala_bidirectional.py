@@ -8,13 +8,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.projections import linear
+from ..layers.complex_decay import hippo_angles, rotation
+from ..layers.projections import head_indices, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.context_parallel import context_parallel_group, shard_segments
 from ..operators.gla.gated_linear_attention import flops_per_head
 from ..operators.lion.context_parallel import from_other_ranks
 from ..operators.lion.scans import two_scans
 from ..operators.metala import decay_and_key, metala_epilogue
+from ..operators.rotary import rotate
 from ..operators.varlen import without_padding
 from ..options import DT_MAX, DT_MIN, ModelShape, check_key_dim, check_time_steps, option, require_at_least
 from .metala import DECAY_INIT, MetaLA, initial_decay, with_decay
@@ -31,13 +33,25 @@ class MetaLABidirectionalOptions:
     self_augmentation: bool = option(True, "Self-augmentation: an extra term for the token itself, Eq. 22.")
     convolution: bool = option(True, "Convolution on the input, causal as in metala.")
     conv_kernel: int = option(4, "Kernel size of the convolution, in tokens.")
-    decay_init: Literal["none", "hippo"] = option("none", DECAY_INIT)
+    decay_init: Literal["none", "hippo", "s4d_lin"] = option(
+        "none", f"{DECAY_INIT} s4d_lin: exp(-dt / 2) for a channel with time step dt, the real part of S4D-Lin."
+    )
     dt_min: float = option(0.001, DT_MIN)
     dt_max: float = option(0.1, DT_MAX)
+    complex_decay: bool = option(
+        False,
+        "true: decays have the angle (pi n + offset) dt for channel n of a head, with a learned offset: the imaginary part of "
+        "S4D-Lin. Queries are complex, with two channels per decay. It needs decay_init: s4d_lin.",
+    )
 
     def __post_init__(self) -> None:
         require_at_least("metala_bidirectional", self, 1, "conv_kernel")
         check_time_steps("metala_bidirectional", self.dt_min, self.dt_max)
+        if self.complex_decay and self.decay_init != "s4d_lin":
+            raise ValueError(
+                "model.mixer_options.metala_bidirectional.complex_decay = true with decay_init = "
+                f"{self.decay_init}: set decay_init = s4d_lin, or complex_decay = false"
+            )
 
 
 class MetaLABidirectional(nn.Module):
@@ -47,7 +61,8 @@ class MetaLABidirectional(nn.Module):
 
     Token j < i reaches i with the factor alpha_{j+1} ... alpha_i, token j > i with alpha_{i+1} ... alpha_j. The diagonal
     counts once (`models.operators.lion.scans`). Self-augmentation, LayerNorm per head, gate and W_O are MetaLA's. The
-    convolution is causal.
+    convolution is causal. complex_decay: q_ic is complex, with the imaginary parts of a head behind its real parts. The sum has
+    the real part of q_ic e^(i angle_c (i - j)), and self-augmentation that of q_ic.
     """
 
     Options = MetaLABidirectionalOptions
@@ -58,8 +73,11 @@ class MetaLABidirectional(nn.Module):
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         **{name: spec for name, spec in MetaLA.tensor_parallel_plan.items() if name != "k_proj"},
         "conv": "partial_grad",  # the parallel region begins before the convolution
+        "frequency_offset": "heads",
+        "head_index": "heads",
     }
-    parameter_kinds: ClassVar[dict[str, str]] = MetaLA.parameter_kinds
+    parameter_kinds: ClassVar[dict[str, str]] = {**MetaLA.parameter_kinds, "frequency_offset": "decay"}
+    head_index: Tensor
 
     def __init__(self, config: ModelShape, layer_index: int, options: MetaLABidirectionalOptions) -> None:
         super().__init__()
@@ -69,14 +87,17 @@ class MetaLABidirectional(nn.Module):
         self.head_dim_v = size // config.num_heads
         silu = options.preset == "released"
         self.conv = CausalConvolution(size, options.conv_kernel, silu=silu) if options.convolution else None
-        self.q_proj = linear(config, size, size // 2)
+        complex_decay = options.complex_decay
+        self.q_proj = linear(config, size, size if complex_decay else size // 2)
         self.a_proj = linear(config, size, size // 2)
         self.decay = initial_decay(options, config.num_heads, self.head_dim_k)
+        self.frequency_offset = nn.Parameter(torch.zeros(size // 2)) if complex_decay else None
+        self.register_buffer("head_index", head_indices(config) if complex_decay else None, persistent=False)
         self.v_proj = linear(config, size, size)
         self.gate_proj = linear(config, size, size, bias=True)
         self.aug_weight = nn.Parameter(torch.zeros(size // 2)) if options.self_augmentation else None
         self.out_proj = linear(config, size, size, output=True)
-        self._size = size
+        self._size, self._heads = size, config.num_heads
 
     @staticmethod
     def check(config: ModelShape, options: MetaLABidirectionalOptions) -> None:
@@ -99,10 +120,20 @@ class MetaLABidirectional(nn.Module):
             )
         if self.conv is not None:
             x, _ = self.conv(x, mask, cu_seqlens)
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim_k))
+        q = self.q_proj(x).unflatten(
+            -1, (-1, self.head_dim_k if self.frequency_offset is None else 2 * self.head_dim_k)
+        )
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         a = with_decay(self.a_proj(x), self.decay, x).unflatten(-1, (-1, self.head_dim_k))
         log_decay, k = without_padding(mask, *decay_and_key(a))
+        own = q[..., : self.head_dim_k], k  # of the self-augmentation
+        if self.frequency_offset is not None:
+            angle = hippo_angles(
+                self.frequency_offset, self.head_index, self._heads, self.options.dt_min, self.options.dt_max
+            )
+            cos, sin = rotation(angle, v, mask, cu_seqlens)
+            q, k = rotate(q, cos, sin), torch.cat([k * cos, k * sin], -1)
+            log_decay = torch.cat([log_decay, log_decay], -1)
         scale = self.head_dim_k**-0.5 if self.options.preset == "released" else 1.0
         group = context_parallel_group()
         if group is None:
@@ -111,10 +142,12 @@ class MetaLABidirectional(nn.Module):
             segments = None if cu_seqlens is None else shard_segments(cu_seqlens, x.shape[1], group)
             o = two_scans(q, k, v, log_decay, scale, None if segments is None else segments.cu_seqlens)
             o = o + from_other_ranks(group, q * scale, k, v, log_decay, log_decay, segments).to(o.dtype)
-        return self.out_proj(metala_epilogue(o, q, k, v, self.aug_weight, self.gate_proj(x)))
+        return self.out_proj(metala_epilogue(o, *own, v, self.aug_weight, self.gate_proj(x)))
 
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with both recurrences in chunks of 64 tokens."""
-        size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
+        size, dim_v = self._size, self.head_dim_v
+        parts = 2 if self.options.complex_decay else 1
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
-        return 8 * size * size + convolution + 2 * size // dim_v * flops_per_head(length, dim_k, dim_v)
+        projections = (7 + parts) * size * size
+        return projections + convolution + 2 * size // dim_v * flops_per_head(length, parts * self.head_dim_k, dim_v)

@@ -73,6 +73,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("metala", {"decay_init": "hippo"}),
     ("metala_bidirectional", {"preset": "paper", "convolution": False}),
     ("metala_bidirectional", {"decay_init": "hippo"}),
+    ("metala_bidirectional", {"decay_init": "s4d_lin", "complex_decay": True}),
 ]
 CASES = [(name, {}) for name in sorted(MIXERS)] + VARIANTS
 

@@ -6,6 +6,7 @@ layers, and returns [length, d]. Nothing of `models` is used.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -79,6 +80,14 @@ def _both_complex(
             out[i] += weight * torch.exp(1j * angle * (i - j)) * values[j]
             rows[i] += weight
     return torch.cat([out.real, out.imag], -1), torch.cat([rows, rows], -1)
+
+
+def _s4d_lin_angles(offset: Tensor, heads: int, options: dict[str, Any]) -> Tensor:
+    """Return (pi n + offset) dt of channel n of every head, with time steps from dt_min to dt_max."""
+    low, high = options.get("dt_min", 0.001), options.get("dt_max", 0.1)
+    step = low * (high / low) ** (torch.arange(len(offset), dtype=torch.float64) / (len(offset) - 1))
+    frequency = math.pi * torch.arange(len(offset) // heads, dtype=torch.float64).repeat(heads) + offset
+    return (frequency * step).view(heads, -1)
 
 
 def _layer_norm(o: Tensor, eps: float = 1e-5) -> Tensor:
@@ -220,13 +229,8 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
             options.get("decay_per") == "value_channel",
         )
         if options.get("complex_decay"):
-            count = len(p["frequency_offset"])
-            low, high = options.get("dt_min", 0.001), options.get("dt_max", 0.1)
-            step = low * (high / low) ** (torch.arange(count, dtype=torch.float64) / (count - 1))
-            frequency = (
-                math.pi * torch.arange(count // heads, dtype=torch.float64).repeat(heads) + p["frequency_offset"]
-            )
-            num, den = _both_complex(q, k, v, decay, (frequency * step).view(heads, -1), shifted)
+            angle = _s4d_lin_angles(p["frequency_offset"], heads, options)
+            num, den = _both_complex(q, k, v, decay, angle, shifted)
         else:
             num, den = _both(q, k, v, decay, shifted, per_value_channel)
     if not options.get("scaled", True):
@@ -249,7 +253,15 @@ def _metala(p: Weights, x: Tensor, heads: int, layer: int, layers: int, both: bo
     a = a + _linear(p, "a_proj", x) if "a_proj.weight" in p else a
     alpha = _heads(_sigmoid(a) ** (1 / 16), heads)
     k = _heads(_linear(p, "k_proj", x), heads) if "k_proj.weight" in p else 1 - alpha
-    o = _both(q, k, v, alpha)[0] if both else _causal(q, k, v, alpha)
+    if options.get("complex_decay"):
+        z = torch.complex(*q.chunk(2, -1))
+        q, angle = z.real, _s4d_lin_angles(p["frequency_offset"], heads, options)
+        o = torch.zeros_like(v)
+        for i, j in itertools.product(range(len(x)), repeat=2):
+            between = alpha[min(i, j) + 1 : max(i, j) + 1].prod(0)
+            o[i] += ((z[i] * torch.exp(1j * angle * (i - j))).real * k[j] * between).sum(-1, keepdim=True) * v[j]
+    else:
+        o = _both(q, k, v, alpha)[0] if both else _causal(q, k, v, alpha)
     if not paper:
         o = o / math.sqrt(q.shape[-1])
     if "aug_weight" in p:

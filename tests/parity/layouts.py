@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mixers": ("lion", "metala_bidirectional"),
         "mixer_options": {
             "lion": {"causal": False, "decay_per": "value_channel", "complex_decay": True, **S4D},
-            "metala_bidirectional": {"decay_init": "hippo"},
+            "metala_bidirectional": {"decay_init": "s4d_lin", "complex_decay": True},
         },
     },
     "images_lion": {  # LION-natural

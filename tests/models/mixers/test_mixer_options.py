@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.config import ModelConfig
+from models.layers.complex_decay import hippo_angles
 from models.layers.forget_gate import bounded_forget_gate
 from models.layers.initial_decays import decay_logits, hippo_log_decays
 from models.mixers import MIXERS
@@ -67,14 +68,25 @@ def test_initial_complex_decays_and_values() -> None:
     rate = torch.complex(torch.full((16,), -0.5, dtype=torch.float64), torch.pi * torch.arange(4.0).repeat(4).double())
     torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-step / 2).exp(), rtol=1e-6, atol=0)
     assert not lion.frequency_offset.any()
-    cos, sin = lion._rotation(lion.frequency_offset.double(), torch.zeros(1, 2, 4, 8), None, None)
-    rotated = torch.exp(1j * rate.imag * step).view(4, 4)
-    torch.testing.assert_close(torch.complex(cos, sin)[0, 1], rotated, rtol=0, atol=1e-9)
+    angle = hippo_angles(lion.frequency_offset.double(), lion.head_index, 4, 0.01, 0.08)
+    torch.testing.assert_close(angle, (rate.imag * step).view(4, 4), rtol=1e-9, atol=0)
     x = torch.randn(5, 4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     held = (torch.exp(rate * step) - 1) / rate
     expected = torch.complex(x[:, :, 0], x[:, :, 1]) * held.view(4, 4)
     actual = F.linear(x.flatten(1), lion.v_proj.weight.double()).view(5, 4, 2, 4)
     torch.testing.assert_close(actual, torch.stack([expected.real, expected.imag], 2), rtol=1e-5, atol=1e-7)
+
+
+def test_initial_complex_decays_of_metala() -> None:
+    """Check alpha e^(i angle) = exp(-dt / 2 + i pi n dt) for four channels of keys in each of four heads."""
+    options = {"decay_init": "s4d_lin", "complex_decay": True, "dt_min": 0.01, "dt_max": 0.08}
+    metala = initial_mixer("metala_bidirectional", options)
+    step = 0.01 * 8 ** (torch.arange(16, dtype=torch.float64) / 15)
+    alpha = torch.sigmoid(metala.decay.double()) ** (1 / 16)
+    torch.testing.assert_close(alpha, (-step / 2).exp(), rtol=1e-6, atol=0)
+    angle = hippo_angles(metala.frequency_offset.double(), metala.head_index, 4, 0.01, 0.08)
+    frequency = torch.pi * torch.arange(4, dtype=torch.float64)
+    torch.testing.assert_close(angle, frequency * step.view(4, 4), rtol=1e-9, atol=0)
 
 
 def test_complex_decays_need_pairs_of_channels() -> None:
@@ -190,6 +202,11 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
         ("lion", {"mask_convention": "shifted"}, r"causal = false"),
         ("lion", {"phi": "none"}, r"normalizers may be 0"),
         ("lion", {"variant": "lstm", "scaled": False}, r"max\(\|normalizer\|, 1\)"),
+        (
+            "metala_bidirectional",
+            {"complex_decay": True, "decay_init": "hippo"},
+            r"metala_bidirectional\.complex_decay = true with decay_init = hippo: set decay_init = s4d_lin, or complex_decay = f",
+        ),
         ("metala_bidirectional", {"preset": "x"}, r"metala_bidirectional\.preset = 'x': allowed are released, paper"),
         ("metala_bidirectional", {"conv_kernel": 0}, r"metala_bidirectional\.conv_kernel = 0: must be at least 1"),
         ("normalised_attention", {"normaliser": "x"}, r"allowed are exp, softplus, sigmoid"),

@@ -218,7 +218,7 @@ OPERATORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "mamba": lambda o: 64 * (7 * 16 + 2) - 2 * 64 * 16,
     "mamba2": lambda o: _chunks(4, 128, 16),
     "metala": lambda o: _chunks(4, int(8 * o.get("expand_k", 0.5)), 8),
-    "metala_bidirectional": lambda o: 2 * _chunks(4, 4, 8),
+    "metala_bidirectional": lambda o: 2 * _chunks(4, 8 if o.get("complex_decay") else 4, 8),
     "normalised_attention": lambda o: _chunks(4, 8, 8),
     "qlstm": lambda o: 4 * 32,
     "retnet": lambda o: _chunks(4, 8, 16),

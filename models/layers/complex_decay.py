@@ -1,0 +1,39 @@
+"""Angles of complex decays, diagonal forms of HiPPO (S4D-Lin, arXiv 2206.11893), and rotations by them.
+
+A product of decays alpha e^(i angle) from token j to token i is a product of the alphas times e^(i angle (i - j)). So a mixer
+rotates its inputs by -angle j and its outputs by angle i, and computes with the alphas between.
+"""
+
+from __future__ import annotations
+
+from math import pi
+
+import torch
+from torch import Tensor
+
+from ..precision import to_accumulation_dtype
+from .embedding import token_positions
+from .initial_decays import time_steps
+
+
+def hippo_angles(offset: Tensor, head_index: Tensor, heads: int, dt_min: float, dt_max: float) -> Tensor:
+    """Return the angle (pi n + offset) dt of channel n of every head, [local heads, channels] in float32 (float64 for float64).
+
+    offset: [local heads * channels], learned, 0 at the start: then i pi n is the imaginary part of S4D-Lin. head_index: [local
+    heads], the heads' numbers in the whole layer of `heads`. dt: the time steps of `hippo_log_decays` with lin.
+    """
+    offset = to_accumulation_dtype(offset).unflatten(0, (len(head_index), -1))
+    channel = torch.arange(offset.shape[1], dtype=offset.dtype, device=offset.device)
+    index = head_index.to(offset.device)[:, None] * len(channel) + channel
+    step = time_steps(index, heads * len(channel), dt_min, dt_max)
+    return (pi * channel + offset) * step
+
+
+def rotation(angle: Tensor, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the angles times the positions of x's tokens, [batch or 1, length, heads, channels].
+
+    angle: [heads, channels]. x: [batch, length, ...], read for its shape. mask, cu_seqlens: as in `token_positions`.
+    """
+    position, _ = token_positions(x[:1] if mask is None else x, mask, cu_seqlens, None)
+    turned = position[:, :, None, None] * angle
+    return turned.cos(), turned.sin()
