@@ -151,4 +151,7 @@ def test_slow_rank_is_named(launch, arguments, tmp_path):
     measured = [line for line in lines if "step_seconds_spread" in line]
     assert [line["step"] for line in measured] == [2, 4, 6, 8]
     assert all(line["step_seconds_max_rank"] == 1 and line["step_seconds_spread"] > 1.3 for line in measured)
-    assert [line["step"] for line in lines if line["kind"] == "slow_rank"] == [4, 6, 8]
+    # On a loaded machine another process, or the probe, may be slow as well.
+    forward = re.compile(r"rank 1 \(\S+\) takes for its forward pass")
+    named = [line["step"] for line in lines if line["kind"] == "slow_rank" and forward.match(line["text"])]
+    assert named == [4, 6, 8]
