@@ -57,6 +57,7 @@ _LABELS = {
     "lion_d": "LION-d",
     "lion_grfa": "LION with the gate of GRFA",
     "lion_complex": "LION with complex decays",
+    "metala_complex": "MetaLA with complex decays",
     "lion_lit": "LION-lit",
     "lion_s": "LION-s",
     "mamba": "Mamba",
