@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned, tl, triton
+from .launch import Launch, aligned, dtypes, tl, triton
 from .primitives import attach_rows, store_fp8_rows, sum_parts, unwritten
 
 # Programs of the backward pass: four per multiprocessor of an H200, and three for long rows, because no fourth one fits.
@@ -59,7 +59,7 @@ class _AddNorm(torch.autograd.Function):
         h = x if delta is None else torch.empty_like(x)
         y = unwritten(x) if fp8_output else torch.empty_like(x)
         rows = attach_rows(y) if fp8_output else (None, None)
-        added, *parameters = (None if p is None else p.dtype for p in (delta, weight, bias))
+        added, *parameters = dtypes(delta, weight, bias)
         case = (x.device, x.dtype, *parameters, eps, centred)
         if x.numel():
             launch = _forward_launch(*case, x.numel(), x.shape[-1], added, fp8_output)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned, tl, triton
+from .launch import Launch, aligned, dtypes, tl, triton
 from .primitives import sigmoid, sum_parts
 
 # Tokens and channels per program, forward and backward, and tokens per tile forward. Backward a program also reads the three
@@ -39,7 +39,7 @@ class _Convolution(torch.autograd.Function):
         x, weight = aligned(x), aligned(weight)
         y = torch.empty_like(x)
         if x.numel():
-            forward, _ = _launches(x.device, _dtypes(previous, x, weight), x.shape, weight.shape[1], silu)
+            forward, _ = _launches(x.device, dtypes(previous, x, weight), x.shape, weight.shape[1], silu)
             forward(x, previous, weight, y)
         ctx.save_for_backward(previous, x, weight)
         ctx.silu = silu
@@ -56,23 +56,19 @@ class _Convolution(torch.autograd.Function):
         programs = _programs(x.shape, kernel, previous is not None)
         partial = torch.empty(batch, programs, kernel, channels, dtype=torch.float32, device=x.device)
         if partial.numel():
-            _, backward = _launches(x.device, _dtypes(previous, x, weight), x.shape, kernel, ctx.silu)
+            _, backward = _launches(x.device, dtypes(previous, x, weight), x.shape, kernel, ctx.silu)
             backward(aligned(dy), previous, x, weight, d_previous, dx, partial)
         d_weight = sum_parts(partial.view(1, batch * programs, kernel * channels), weight.dtype).view(kernel, channels)
         return d_previous, dx, d_weight.t(), None
 
 
-def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
-    return tuple(None if x is None else x.dtype for x in tensors)
-
-
 @lru_cache(4096)
 def _launches(
-    device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: torch.Size, kernel: int, silu: bool
+    device: torch.device, key: tuple[torch.dtype | None, ...], shape: torch.Size, kernel: int, silu: bool
 ) -> tuple[Launch, Launch]:
-    """Return the forward and the backward launch for x of this shape. dtypes: those of previous, or None, x and weight."""
+    """Return the forward and the backward launch for x of this shape. key: `dtypes` of previous, x and weight."""
     batch, length, channels = shape
-    history = dtypes[0] is not None
+    history = key[0] is not None
     values = length, channels, kernel, silu, history
     tokens, columns = _FORWARD
     grid = triton.cdiv(length, tokens), triton.cdiv(channels, columns), batch

@@ -109,6 +109,11 @@ def over_elements(*kernels: Any, block: int) -> Callable[[torch.device, torch.dt
     return launches
 
 
+def dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    """Return the tensors' dtypes, None for None, as the key of a cache of launches."""
+    return tuple(None if x is None else x.dtype for x in tensors)
+
+
 def aligned(x: Tensor) -> Tensor:
     """Return x, or a copy that is contiguous and begins at a multiple of 16 bytes, for vector loads."""
     x = x.contiguous()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned, tl, triton
+from .launch import Launch, aligned, dtypes, tl, triton
 from .primitives import row_tile, sum_parts
 
 # Programs of all heads in the backward pass.
@@ -59,7 +59,7 @@ class _GatedNorm(torch.autograd.Function):
         o, u, z = aligned(o), aligned(u), aligned(z)
         skip, weight = skip.contiguous(), weight.contiguous()
         y = torch.empty_like(z, dtype=o.dtype)
-        case = o.device, tuple(x.dtype for x in (o, u, skip, z, weight)), o.shape, eps
+        case = o.device, dtypes(o, u, skip, z, weight), o.shape, eps
         if o.numel():
             _norm_launches(*case)[0](o, u, skip, z, weight, y)
         ctx.save_for_backward(o, u, skip, z, weight)
@@ -90,9 +90,9 @@ def _step_launches(device: torch.device, dtype: torch.dtype, rows: int, dim: int
 
 @lru_cache(4096)
 def _norm_launches(
-    device: torch.device, dtypes: tuple[torch.dtype, ...], shape: torch.Size, eps: float
+    device: torch.device, key: tuple[torch.dtype | None, ...], shape: torch.Size, eps: float
 ) -> tuple[Launch, Launch]:
-    """Return the forward and the backward launch. dtypes: those of o, u, skip, z and weight."""
+    """Return the forward and the backward launch. key: `dtypes` of o, u, skip, z and weight."""
     batch, length, heads, dim = shape
     tile = row_tile(dim)
     values = batch * length, heads, eps, dim, *tile

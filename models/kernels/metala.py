@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from ..recompute import recomputable
 from .gla.gla import GLACase, backward, case_of, forward
-from .launch import Launch, aligned, over_elements, tl, triton
+from .launch import Launch, aligned, dtypes, over_elements, tl, triton
 from .primitives import attach_rows, fp8_scale, magnitude_bits, sigmoid, sum_parts, unwritten
 
 
@@ -188,7 +188,7 @@ def epilogue_rows(o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor
 
 
 def _case(eps: float, o: Tensor, q: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    return o.device, tuple(None if x is None else x.dtype for x in (o, q, *others)), o.shape, q.shape[-1], eps
+    return o.device, dtypes(o, q, *others), o.shape, q.shape[-1], eps
 
 
 def epilogue_backward(
@@ -211,10 +211,10 @@ def epilogue_backward(
 
 @lru_cache(4096)
 def _launches(
-    device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: torch.Size, dim_k: int, eps: float,
+    device: torch.device, key: tuple[torch.dtype | None, ...], shape: torch.Size, dim_k: int, eps: float,
     gradient_stride: int = 0,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """Return the forward and the backward launch for o of this shape. dtypes: those of o, q, k, v, aug_weight and gate.
+    """Return the forward and the backward launch for o of this shape. key: `dtypes` of o, q, k, v, aug_weight and gate.
 
     gradient_stride: elements from one token of dgate to the next in `epilogue_backward`, else 0.
     """
@@ -223,7 +223,7 @@ def _launches(
 
     def launch(kernel: Any, elements: int, programs: int, warps: int, *constants: Any) -> Launch:
         tile_tokens, tile_heads, grid = _grid(shape, elements, programs)
-        values = *sizes, tile_tokens, tile_heads, dtypes[4] is not None, *constants
+        values = *sizes, tile_tokens, tile_heads, key[4] is not None, *constants
         return Launch(kernel, (grid, heads // tile_heads), *values, num_warps=warps, num_stages=1)
 
     return launch(_epilogue_forward, *_FORWARD), launch(
@@ -233,7 +233,7 @@ def _launches(
 
 @lru_cache(4096)
 def _rows_launch(
-    device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: torch.Size, dim_k: int, eps: float
+    device: torch.device, key: tuple[torch.dtype | None, ...], shape: torch.Size, dim_k: int, eps: float
 ) -> Launch:
     """Return the launch of `_epilogue_rows`. A program computes whole tokens, with as many numbers per warp as `_FORWARD`."""
     tokens, heads, dim_v = shape[0] * shape[1], *shape[2:]

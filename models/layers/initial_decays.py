@@ -32,7 +32,10 @@ def decay_logits(log_decay: Tensor) -> Tensor:
 
 
 def initial_log_decays(options: Any, heads: int, channels: int) -> Tensor:
-    """Return the log decay of LION's options at the start in float64, [heads], or [heads * channels] with decays per channel."""
+    """Return the log decay at the start in float64, [heads], or [heads * channels] with decays per channel.
+
+    options: those of LION, or of MetaLA with decay_init: hippo or s4d_lin.
+    """
     if options.decay_init in ("hippo", "s4d_lin"):
         return hippo_log_decays(heads, channels, options.dt_min, options.dt_max, lin=options.decay_init == "s4d_lin")
     if options.decay_init == "half":

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.initial_decays import decay_logits, hippo_log_decays
+from ..layers.initial_decays import decay_logits, initial_log_decays
 from ..layers.projections import FusedProjections, apply_each, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import flops_per_head
@@ -173,9 +173,7 @@ def initial_decay(options: Any, heads: int, head_dim: int) -> nn.Parameter | Non
     """
     if options.decay_init == "none":
         return None
-    lin = options.decay_init == "s4d_lin"
-    log_decay = hippo_log_decays(heads, head_dim, options.dt_min, options.dt_max, lin=lin)
-    return nn.Parameter(decay_logits(16 * log_decay))
+    return nn.Parameter(decay_logits(16 * initial_log_decays(options, heads, head_dim)))
 
 
 def with_decay(a: Tensor | None, decay: Tensor | None, x: Tensor) -> Tensor:

@@ -87,12 +87,13 @@ class MetaLABidirectional(nn.Module):
         self.head_dim_v = size // config.num_heads
         silu = options.preset == "released"
         self.conv = CausalConvolution(size, options.conv_kernel, silu=silu) if options.convolution else None
-        complex_decay = options.complex_decay
-        self.q_proj = linear(config, size, size if complex_decay else size // 2)
+        # A complex query has two channels per decay, in a head first the real parts.
+        self.head_dim_q = 2 * self.head_dim_k if options.complex_decay else self.head_dim_k
+        self.q_proj = linear(config, size, config.num_heads * self.head_dim_q)
         self.a_proj = linear(config, size, size // 2)
         self.decay = initial_decay(options, config.num_heads, self.head_dim_k)
-        self.frequency_offset = nn.Parameter(torch.zeros(size // 2)) if complex_decay else None
-        self.register_buffer("head_index", head_indices(config) if complex_decay else None, persistent=False)
+        self.frequency_offset = nn.Parameter(torch.zeros(size // 2)) if options.complex_decay else None
+        self.register_buffer("head_index", head_indices(config) if options.complex_decay else None, persistent=False)
         self.v_proj = linear(config, size, size)
         self.gate_proj = linear(config, size, size, bias=True)
         self.aug_weight = nn.Parameter(torch.zeros(size // 2)) if options.self_augmentation else None
@@ -120,13 +121,11 @@ class MetaLABidirectional(nn.Module):
             )
         if self.conv is not None:
             x, _ = self.conv(x, mask, cu_seqlens)
-        q = self.q_proj(x).unflatten(
-            -1, (-1, self.head_dim_k if self.frequency_offset is None else 2 * self.head_dim_k)
-        )
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim_q))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         a = with_decay(self.a_proj(x), self.decay, x).unflatten(-1, (-1, self.head_dim_k))
         log_decay, k = without_padding(mask, *decay_and_key(a))
-        own = q[..., : self.head_dim_k], k  # of the self-augmentation
+        real_query, key = q[..., : self.head_dim_k], k  # of the self-augmentation
         if self.frequency_offset is not None:
             angle = hippo_angles(
                 self.frequency_offset, self.head_index, self._heads, self.options.dt_min, self.options.dt_max
@@ -142,12 +141,11 @@ class MetaLABidirectional(nn.Module):
             segments = None if cu_seqlens is None else shard_segments(cu_seqlens, x.shape[1], group)
             o = two_scans(q, k, v, log_decay, scale, None if segments is None else segments.cu_seqlens)
             o = o + from_other_ranks(group, q * scale, k, v, log_decay, log_decay, segments).to(o.dtype)
-        return self.out_proj(metala_epilogue(o, *own, v, self.aug_weight, self.gate_proj(x)))
+        return self.out_proj(metala_epilogue(o, real_query, key, v, self.aug_weight, self.gate_proj(x)))
 
     def flops_per_token(self, length: int) -> int:
         """Return forward FLOPs per token, two per multiply-add, with both recurrences in chunks of 64 tokens."""
-        size, dim_v = self._size, self.head_dim_v
-        parts = 2 if self.options.complex_decay else 1
+        size, heads, dim_q, dim_v = self._size, self._heads, self.head_dim_q, self.head_dim_v
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
-        projections = (7 + parts) * size * size
-        return projections + convolution + 2 * size // dim_v * flops_per_head(length, parts * self.head_dim_k, dim_v)
+        projections = 7 * size * size + 2 * size * heads * dim_q
+        return projections + convolution + 2 * heads * flops_per_head(length, dim_q, dim_v)

@@ -39,16 +39,16 @@ def apart(x: Tensor) -> Tensor:
 def _one_dtype_per_pointer() -> Iterator[None]:
     """Fail if a prepared launch gets another dtype than at its first call. On CUDA it would read the first dtype."""
     try:
-        from models.kernels.launch import Launch
+        from models.kernels.launch import Launch, dtypes
     except ImportError:  # Triton is not installed
         yield
         return
-    first: dict[Launch, list[torch.dtype | None]] = {}
+    first: dict[Launch, tuple[torch.dtype | None, ...]] = {}
     call = Launch.__call__
 
     def checked(launch: Launch, *pointers: Tensor | None) -> None:
-        dtypes = [None if x is None else x.dtype for x in pointers]
-        assert first.setdefault(launch, dtypes) == dtypes, launch._kernel
+        given = dtypes(*pointers)
+        assert first.setdefault(launch, given) == given, launch._kernel
         call(launch, *pointers)
 
     with pytest.MonkeyPatch.context() as patch:
