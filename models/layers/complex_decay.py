@@ -7,6 +7,7 @@ rotates its inputs by -angle j and its outputs by angle i, and computes with the
 from __future__ import annotations
 
 from math import pi
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +17,17 @@ from .embedding import token_positions
 from .initial_decays import time_steps
 
 
-def hippo_angles(offset: Tensor, head_index: Tensor, heads: int, dt_min: float, dt_max: float) -> Tensor:
+def hippo_angles(offset: Tensor, head_index: Tensor, heads: int, options: Any) -> Tensor:
     """Return the angle (pi n + offset) dt of channel n of every head, [local heads, channels] in float32 (float64 for float64).
 
     offset: [local heads * channels], learned, 0 at the start: then i pi n is the imaginary part of S4D-Lin. head_index: [local
-    heads], the heads' numbers in the whole layer of `heads`. dt: the time steps of `hippo_log_decays` with lin.
+    heads], the heads' numbers in the whole layer of `heads`. options: the mixer's dt_min and dt_max. Between them are the time
+    steps dt, as in `hippo_log_decays` with lin.
     """
     offset = to_accumulation_dtype(offset).unflatten(0, (len(head_index), -1))
     channel = torch.arange(offset.shape[1], dtype=offset.dtype, device=offset.device)
     index = head_index.to(offset.device)[:, None] * len(channel) + channel
-    step = time_steps(index, heads * len(channel), dt_min, dt_max)
+    step = time_steps(index, heads * len(channel), options.dt_min, options.dt_max)
     return (pi * channel + offset) * step
 
 

@@ -210,7 +210,7 @@ class Lion(nn.Module):
             angle = None
             if options.complex_decay:
                 offset = torch.zeros_like(log_decay)
-                angle = hippo_angles(offset, self.head_index, heads, options.dt_min, options.dt_max).flatten()
+                angle = hippo_angles(offset, self.head_index, heads, options).flatten()
             weight = zero_order_hold(options.decay_init, log_decay, angle, heads, self.head_dim)
             with torch.no_grad():
                 self.v_proj.weight.copy_(weight)
@@ -254,9 +254,7 @@ class Lion(nn.Module):
         q, k, phi = self._features(q, k, v.dtype)
         k, v = self._gate(x, k, v, logits)
         if self.frequency_offset is not None:
-            angle = hippo_angles(
-                self.frequency_offset, self.head_index, self._heads, self.options.dt_min, self.options.dt_max
-            )
+            angle = hippo_angles(self.frequency_offset, self.head_index, self._heads, self.options)
             cos, sin = rotation(angle, v, mask, cu_seqlens)
             v = rotate(v, cos, -sin)
         if self.options.causal:

@@ -127,9 +127,7 @@ class MetaLABidirectional(nn.Module):
         log_decay, k = without_padding(mask, *decay_and_key(a))
         real_query, key = q[..., : self.head_dim_k], k  # of the self-augmentation
         if self.frequency_offset is not None:
-            angle = hippo_angles(
-                self.frequency_offset, self.head_index, self._heads, self.options.dt_min, self.options.dt_max
-            )
+            angle = hippo_angles(self.frequency_offset, self.head_index, self._heads, self.options)
             cos, sin = rotation(angle, v, mask, cu_seqlens)
             q, k = rotate(q, cos, sin), torch.cat([k * cos, k * sin], -1)
             log_decay = torch.cat([log_decay, log_decay], -1)

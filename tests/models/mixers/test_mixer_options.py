@@ -68,7 +68,7 @@ def test_initial_complex_decays_and_values() -> None:
     rate = torch.complex(torch.full((16,), -0.5, dtype=torch.float64), torch.pi * torch.arange(4.0).repeat(4).double())
     torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-step / 2).exp(), rtol=1e-6, atol=0)
     assert not lion.frequency_offset.any()
-    angle = hippo_angles(lion.frequency_offset.double(), lion.head_index, 4, 0.01, 0.08)
+    angle = hippo_angles(lion.frequency_offset.double(), lion.head_index, 4, lion.options)
     torch.testing.assert_close(angle, (rate.imag * step).view(4, 4), rtol=1e-9, atol=0)
     x = torch.randn(5, 4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     held = (torch.exp(rate * step) - 1) / rate
@@ -84,7 +84,7 @@ def test_initial_complex_decays_of_metala() -> None:
     step = 0.01 * 8 ** (torch.arange(16, dtype=torch.float64) / 15)
     alpha = torch.sigmoid(metala.decay.double()) ** (1 / 16)
     torch.testing.assert_close(alpha, (-step / 2).exp(), rtol=1e-6, atol=0)
-    angle = hippo_angles(metala.frequency_offset.double(), metala.head_index, 4, 0.01, 0.08)
+    angle = hippo_angles(metala.frequency_offset.double(), metala.head_index, 4, metala.options)
     frequency = torch.pi * torch.arange(4, dtype=torch.float64)
     torch.testing.assert_close(angle, frequency * step.view(4, 4), rtol=1e-9, atol=0)
 
