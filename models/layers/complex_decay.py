@@ -1,7 +1,8 @@
 """Angles of complex decays, diagonal forms of HiPPO (S4D-Lin, arXiv 2206.11893), and rotations by them.
 
-A product of decays alpha e^(i angle) from token j to token i is a product of the alphas times e^(i angle (i - j)). So a mixer
-rotates its inputs by -angle j and its outputs by angle i, and computes with the alphas between.
+A complex decay is alpha e^(1j angle), with 1j for the imaginary unit. From token j to token i the product of these decays is the
+product of the alphas times e^(1j angle (i - j)). So a mixer rotates values by -angle j and outputs by angle i, or keys by angle j
+and queries by angle i. Between them it computes with the alphas.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .initial_decays import time_steps
 def hippo_angles(offset: Tensor, head_index: Tensor, heads: int, options: Any) -> Tensor:
     """Return the angle (pi n + offset) dt of channel n of every head, [local heads, channels] in float32 (float64 for float64).
 
-    offset: [local heads * channels], learned, 0 at the start: then i pi n is the imaginary part of S4D-Lin. head_index: [local
+    offset: [local heads * channels], learned, 0 at the start: pi n is the imaginary part of S4D-Lin. head_index: [local
     heads], the heads' numbers in the whole layer of `heads`. options: the mixer's dt_min and dt_max. Between them are the time
     steps dt, as in `hippo_log_decays` with lin.
     """

@@ -51,7 +51,7 @@ def zero_order_hold(name: str, log_decay: Tensor, angle: Tensor | None, heads: i
     """Return the initial weight of values, L^-1 (exp(L dt) - I) for decays exp(L dt), [heads * head_dim, heads * head_dim].
 
     log_decay, angle: of `initial_log_decays` and `complex_decay.hippo_angles`, [heads] or one per channel. L dt is log_decay +
-    i angle. dt is 1 unless `decay_init` has time steps. With an angle, channels c and c + head_dim / 2 of a head are one complex
+    1j angle. dt is 1 unless `decay_init` has time steps. With an angle, channels c and c + head_dim / 2 of a head are one complex
     number.
     """
     step = torch.ones_like(log_decay)

@@ -154,7 +154,7 @@ class Lion(nn.Module):
     decay_per = channel: a, w and b have one row per channel of keys, and M_ij multiplies the channel's part of phi(q_i) phi(k_j).
     decay_per = value_channel: one row, one M and one normalizer per channel of values (appendix C.7), and grfa
     multiplies v_t by 1 - |lambda_t| instead of k_t. complex_decay: two channels of values are a complex number, and M_ij is
-    multiplied by exp(i angle (i - j)): v_j is rotated by -angle j before the real operator, and its output by angle i. The angle
+    multiplied by exp(1j angle (i - j)): v_j is rotated by -angle j before the real operator, and its output by angle i. The angle
     is (pi n + frequency_offset) dt for pair n of a head with the initial time step dt.
     The bias b is the non-selective term. decay_init = hippo and value_init = zero_order_hold are those of the Long Range Arena.
     There are no positions: lit has no decay and needs model.positions = learned.

@@ -62,7 +62,7 @@ class MetaLABidirectional(nn.Module):
     Token j < i reaches i with the factor alpha_{j+1} ... alpha_i, token j > i with alpha_{i+1} ... alpha_j. The diagonal
     counts once (`models.operators.lion.scans`). Self-augmentation, LayerNorm per head, gate and W_O are MetaLA's. The
     convolution is causal. complex_decay: q_ic is complex, with the imaginary parts of a head behind its real parts. The sum has
-    the real part of q_ic e^(i angle_c (i - j)), and self-augmentation that of q_ic.
+    the real part of q_ic e^(1j angle_c (i - j)), and self-augmentation that of q_ic.
     """
 
     Options = MetaLABidirectionalOptions

@@ -233,7 +233,8 @@ def _run_block(
 ) -> Tensor:
     """Return x after a block whose mixer and MLP compute in input_dtype.
 
-    kept, kept_of_mlp: 0 and 1, factors of their outputs; None without dropout. scale: of the outputs that stay.
+    kept, kept_of_mlp: 1 for each element of their outputs that stays, 0 for the others; None without dropout. scale: the factor
+    of the elements that stay.
     """
     if kept is None and x.dtype == input_dtype:
         return block(x, mask=mask)

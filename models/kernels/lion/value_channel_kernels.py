@@ -276,10 +276,10 @@ def _gradients(dy, y, r, bh, t, cv, T, H, V: tl.constexpr, BV: tl.constexpr, PAR
 
 @triton.jit
 def _factors(until, total, MATMUL_LIMIT: tl.constexpr, LEVELS: tl.constexpr):
-    """Return p = 2^(b - B / 2) and 1 / p, [C, BV], the factors of a pair's right and left token, and 0, the number of levels.
+    """Return the factors of a pair's right and left token, p = 2^(b - B / 2) and 1 / p, [C, BV], and the levels left: 0.
 
-    If B is below -MATMUL_LIMIT, return zeros and LEVELS. A condition around matmuls instead would give invalid addresses on
-    Hopper with Triton 3.6.
+    If B is below -MATMUL_LIMIT, the factors are 0 and all LEVELS are left. A condition around the matmuls would be simpler, but
+    its code reads invalid addresses on Hopper (Triton 3.6).
     """
     fits = tl.min(total, 0) >= -MATMUL_LIMIT
     exponent = until - 0.5 * total[None, :]
