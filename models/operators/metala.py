@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import available, cpu_kernel, is_supported
+from ..backend import cpu_kernel, is_supported
 from ..precision import to_accumulation_dtype
 from ..recompute import recomputable
 from .context_parallel import context_parallel_group
@@ -115,7 +115,7 @@ def metala_epilogue(
     if form not in ("auto", "reference", "triton"):
         raise ValueError(f"form {form!r}: allowed are auto, reference, triton")
     if form == "auto":
-        form = "triton" if available(o) else "reference"
+        form = "triton" if is_supported(o) else "reference"
     compute: Callable[..., Tensor] = epilogue_reference
     if form == "triton":
         from ..kernels.metala import epilogue as compute

@@ -9,7 +9,7 @@ from models.block import Block
 from models.config import ModelConfig
 
 
-@pytest.mark.parametrize("mixer", ["metala", "lion", "gated_delta_net", "attention"])
+@pytest.mark.parametrize("mixer", ["metala", "metala_bidirectional", "lion", "gated_delta_net", "attention"])
 def test_generated_code(mixer: str) -> None:
     config = ModelConfig(vocab_size=8, num_layers=2, hidden_size=128, num_heads=2, mixers=(mixer,))
     plain, compiled = (Block(config, 0).to("cuda", torch.bfloat16) for _ in range(2))
