@@ -155,10 +155,10 @@ def test_other_runs_of_long_range_arena() -> None:
     assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
     grfa = run_of_lra("image", "lion_grfa")
     assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
-    short, long, shorter, per_token, wide, longest, best = (
+    short, long, shorter, per_token, wide, longest, strong, best = (
         run for run in lines("lra") if run["model"] == "lion_complex"
     )
-    metala = run_of_lra("image", "metala")
+    metala, metala_complex = run_of_lra("image", "metala"), run_of_lra("image", "metala_complex")
     for subject, run in (("it has", short), ("LION has", long), ("weight decay 0.5 it has", metala)):
         assert f"{subject} {100 * run['accuracy']:.1f} % after {run['epochs']} epochs" in PAGE
     losses = [f"{run['loss']:.2f} after {run['epochs']}" for run in (long, s5)]
@@ -180,8 +180,14 @@ def test_other_runs_of_long_range_arena() -> None:
     assert f"In {best['epochs']} epochs the accuracy never falls by more than one point" in text
     assert all(later > earlier - 0.01 for earlier, later in pairwise(best["history"]))
     assert best["loss"] < longest["loss"] / 10
-    assert f"falls from 3.4 to {metala['perplexity']:.1f}. The training loss is {metala['loss']:.2f}," in text
-    for name, run in (("S5", s5), ("LION, complex decays", best)):
+    assert f"give {100 * strong['accuracy']:.1f} % after {strong['epochs']} epochs." in text
+    assert f"The training loss is {strong['loss']:.2f} and the test perplexity is {strong['perplexity']:.1f}." in text
+    fall = [f"{100 * strong['history'][number]:.1f}" for number in (11, 12)]
+    assert "The accuracy falls from {} to {} % at epoch 26.".format(*fall) in log
+    numbers = f"{metala['loss']:.2f} and its test perplexity is {metala['perplexity']:.1f}."
+    assert f"Its training loss is {numbers}" in text
+    assert f"they are {metala_complex['loss']:.2f} and {metala_complex['perplexity']:.1f}." in text
+    for name, run in (("S5", s5), ("LION, complex decays", best), ("MetaLA, complex decays", metala_complex)):
         step = 4 * len(run["history"]) // run["epochs"]
         curve = ", ".join(f"{100 * value:.1f}" for value in run["history"][step - 1 :: step])
         row = [
