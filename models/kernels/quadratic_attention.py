@@ -160,7 +160,8 @@ def _factor(c_i, c_j, i, j, DECAYED: tl.constexpr):
     """Return exp(c_i - c_j) at [i, j] where j <= i, else 0."""
     seen = i[:, None] >= j[None, :]
     if DECAYED:
-        return tl.where(seen, tl.exp2(tl.minimum(c_i[:, None] - c_j[None, :], 0.0)), 0.0)
+        distance = c_i[:, None] - c_j[None, :]
+        return tl.where(seen, tl.exp2(tl.minimum(distance, 0.0, propagate_nan=tl.PropagateNan.ALL)), 0.0)
     return tl.where(seen, 1.0, 0.0)
 
 

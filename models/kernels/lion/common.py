@@ -146,7 +146,7 @@ def log_decay(x, DECAY: tl.constexpr):
     """Return the log decay to base 2 in float32 of log decays or logits x."""
     if DECAY >= 2:
         x = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
-    return tl.maximum(x, -100.0) * 1.4426950408889634
+    return tl.maximum(x, -100.0, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634
 
 
 @triton.jit

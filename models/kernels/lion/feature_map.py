@@ -103,7 +103,8 @@ def _silu(x, mask, PHI: tl.constexpr):
     if PHI == 1:
         s += 0.5
     s = tl.where(mask, s, 0.0)
-    return s, slope, tl.rsqrt(tl.maximum(tl.sum(s * s, 1), 1e-24))[:, None]
+    norm_squared = tl.maximum(tl.sum(s * s, 1), 1e-24, propagate_nan=tl.PropagateNan.ALL)
+    return s, slope, tl.rsqrt(norm_squared)[:, None]
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partialmethod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +35,21 @@ def replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replace]:
 def apart(x: Tensor) -> Tensor:
     """Return x as a view with NaN between its elements. Neither the view nor its gradient is contiguous, as after a split."""
     return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+
+
+@torch.no_grad()
+def check_nan(exact: Callable[..., Sequence[Tensor | None]], kernels: Any, inputs: Sequence[Tensor | None]) -> None:
+    """Check that outputs of `kernels` are NaN wherever a NaN in one input makes those of `exact` NaN."""
+    for number, x in enumerate(inputs):
+        if x is None or not x.numel():
+            continue
+        spoilt = x.clone(memory_format=torch.contiguous_format)
+        spoilt.view(-1)[x.numel() // 2] = torch.nan
+        given = [*inputs[:number], spoilt, *inputs[number + 1 :]]
+        expected = exact(*(None if y is None else y.double() for y in given))
+        for actual, reference in zip(kernels(*given), expected, strict=True):
+            if actual is not None and reference is not None:
+                assert not (reference.isnan() & ~actual.isnan()).any(), f"finite outputs with NaN in input {number}"
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -81,4 +98,9 @@ def device() -> str:
         return torch.from_numpy(data.copy()).bfloat16().view(torch.int16).numpy()
 
     interpreter._convert_float = rounding
+
+    # The interpreter's maximum and minimum keep NaN. Those of a device keep the other number, unless propagate_nan says so.
+    for name, keep_number in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+        operation = partialmethod(interpreter.InterpreterBuilder.binary_op, op=keep_number)
+        setattr(interpreter.InterpreterBuilder, name, operation)
     return "cpu"

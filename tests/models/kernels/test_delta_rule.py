@@ -15,7 +15,7 @@ from torch import Tensor
 from models.operators.context_parallel import shard_maps
 from models.operators.delta_rule.naive import recurrent_form
 from models.operators.delta_rule.select_kernel import initial, operands
-from tests.models.kernels.conftest import Replace, apart
+from tests.models.kernels.conftest import Replace, apart, check_nan
 from tests.models.rank_threads import over_ranks
 
 # A token's log decay, as a multiple of a uniform number.
@@ -84,6 +84,20 @@ def test_shapes(shape: tuple[int, int, int, int, int], per_channel: bool, states
 def test_every_decay(decay: str, per_channel: bool) -> None:
     """Also decays whose exponential over a whole chunk is outside of float32."""
     check((1, 130, 1, 16, 16), per_channel, decay)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("decay", ["mild", "strong"])
+def test_nan_propagates(decay: str, per_channel: bool) -> None:
+    from models.kernels.delta_rule.delta_rule import delta_rule
+
+    q, k, v = (F.normalize(torch.rand(1, 130, 1, 16), dim=-1) for _ in range(3))
+    g = -DECAYS[decay] * torch.rand(1, 130, 1, *([16] if per_channel else []))
+    check_nan(
+        lambda *x: recurrent_form(y := operands(*x, x[4], None, 0.3), initial(y, None, None), None),
+        lambda *x: delta_rule(*x, 0.3, None, None),
+        [q, k, v, g, torch.rand(1, 130, 1)],
+    )
 
 
 def test_strengths_up_to_two() -> None:

@@ -17,13 +17,13 @@ from models.operators.lion.feature_map import feature_map
 from models.operators.lion.scans import scan_arguments
 from models.operators.metala import decay_and_key
 from models.operators.rotary import rotate
-from tests.models.kernels.conftest import Replace, apart
+from tests.models.kernels.conftest import Replace, apart, check_nan
 
 Function = Callable[..., tuple[Tensor | None, ...]]
 
 
 def compare(exact: Function, kernels: Function, inputs: list[Tensor | None], bound: float = 1e-6) -> None:
-    """Compare outputs and gradients of `kernels` in float32 with those of `exact` in float64."""
+    """Compare outputs and gradients of `kernels` in float32 with those of `exact` in float64, and where NaN is."""
     results = []
     for function, dtype in ((exact, torch.float64), (kernels, torch.float32)):
         leaves = [None if x is None else x.to(dtype).clone().requires_grad_() for x in inputs]
@@ -38,6 +38,7 @@ def compare(exact: Function, kernels: Function, inputs: list[Tensor | None], bou
         results.append([*(y.detach() for y in outputs), *(x.grad for x in leaves if x is not None)])
     for number, (expected, actual) in enumerate(zip(*results, strict=True)):
         assert ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-9)).item() < bound, number
+    check_nan(exact, kernels, inputs)
 
 
 def random(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.operators.gla.gated_linear_attention import gated_linear_attention
-from tests.models.kernels.conftest import apart
+from tests.models.kernels.conftest import apart, check_nan
 
 
 @pytest.fixture(autouse=True)
@@ -161,15 +161,17 @@ def test_loss_on_final_states_only(device: str) -> None:
         torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_nan_propagates(device: str) -> None:
+@pytest.mark.parametrize("strength", [1, 30])
+def test_nan_propagates(device: str, strength: int) -> None:
+    """Take decays of both forms of a chunk."""
     from models.kernels.gla.gla import gla
 
-    q, k, v = (torch.randn(1, 70, 1, 16, device=device) for _ in range(3))
-    g = torch.zeros(1, 70, 1, 16, device=device)
-    g[0, 10, 0, 3] = torch.nan
-    o, final = gla(q, k, v, g, 1.0, None, None)
-    assert o[0, 10:].isnan().any(-1).all()
-    assert final[0, 0, 3].isnan().all()
+    q, k, v, g = (torch.rand(1, 150, 2, 16, device=device) for _ in range(4))
+    check_nan(
+        lambda *x: gated_linear_attention(*x, form="recurrent"),
+        lambda *x: gla(*x, 1.0, None, None),
+        [q, k, v, -strength * g],
+    )
 
 
 def test_unsupported_inputs_are_refused(device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from models.operators.lion.bidirectional_attention import ProjectedDecayLogits
 from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
-from tests.models.kernels.conftest import Replace, apart
+from tests.models.kernels.conftest import Replace, apart, check_nan
 
 KERNELS = ("triton_tile", "triton_chunk")
 
@@ -336,6 +337,21 @@ def test_infinite_log_decay(device: str, form: str) -> None:
         results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
     for actual, expected in zip(*results, strict=True):
         assert ((actual.double() - expected).norm() / expected.norm()).item() < 4e-5
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("decay", ["log_decay", "gate", "head"])
+@pytest.mark.parametrize("phi", [None, "silu"])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_nan_propagates(device: str, form: str, decay: str, phi: str | None, normalized: bool) -> None:
+    def compute(form: str, q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> tuple[Tensor]:
+        options = {"log_decay": F.logsigmoid(gate)} if decay == "log_decay" else {"decay_logits": gate}
+        return (attend(q, k, v, form=form, normalized=normalized, phi=phi, **options),)
+
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.rand(1, 70, 2, 16, generator=generator).to(device) + 0.1 for _ in range(3))
+    gate = torch.randn(*(() if decay == "head" else (1, 70)), 2, generator=generator).to(device) + 2
+    check_nan(partial(compute, "recurrent"), partial(compute, form), [q, k, v, gate])
 
 
 def test_sizes_that_overflow_are_refused(device: str) -> None:

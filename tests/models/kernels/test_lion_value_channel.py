@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
-from tests.models.kernels.conftest import Replace, apart
+from tests.models.kernels.conftest import Replace, apart, check_nan
 
 FORM = "triton_value_channel"
 
@@ -90,6 +92,16 @@ def test_inference_equals_training(device: str, short_chunks: int) -> None:
     y = attend(q, k, v, -g.requires_grad_(), form=FORM, per_value_channel=True)
     with torch.inference_mode():
         assert torch.equal(y, attend(q, k, v, -g, form=FORM, per_value_channel=True))
+
+
+@pytest.mark.parametrize("strength", [1, 30])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_nan_propagates(device: str, short_chunks: int, normalized: bool, strength: int) -> None:
+    def compute(form: str, *inputs: Tensor) -> tuple[Tensor]:
+        return (attend(*inputs, form=form, per_value_channel=True, normalized=normalized),)
+
+    q, k, v, g = (torch.rand(1, 40, 1, 16, device=device) for _ in range(4))
+    check_nan(partial(compute, "recurrent"), partial(compute, FORM), [q, k, v, -strength * g])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from models.mixers import MIXERS
 from models.operators.gla.gated_linear_attention import gated_linear_attention
 from models.operators.gla.normalized import short_attention
 from models.precision import NORMALIZER_EPS
-from tests.models.kernels.conftest import apart
+from tests.models.kernels.conftest import apart, check_nan
 
 
 def reference(
@@ -127,6 +127,19 @@ def test_short_whole_sequences_in_16_bits_are_supported(device: str) -> None:
         assert short_attention(q, q, q, None, **{**plain, **other}) is None
     for x in (q.float(), q[:, :1], q.expand(20, -1, -1, -1).reshape(1, 800, 2, 16), q.repeat(1, 1, 1, 9)):
         assert short_attention(x, x, x, None, **plain) is None
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("length", [10, 70])
+def test_nan_propagates(device: str, length: int, normalized: bool) -> None:
+    from models.kernels.quadratic_attention import quadratic_attention
+
+    q, k, v, g = (torch.rand(1, length, 2, 16, device=device) for _ in range(4))
+    check_nan(
+        lambda *x: (reference(*x, 1.0, False, normalized),),
+        lambda *x: (quadratic_attention(*x, normalized=normalized),),
+        [q, k, v, -g[..., 0]],
+    )
 
 
 @pytest.mark.parametrize(("dim_k", "dim_v"), [(129, 128), (128, 129)])
