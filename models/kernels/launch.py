@@ -114,6 +114,18 @@ def dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if x is None else x.dtype for x in tensors)
 
 
+def check_addresses(length: int, width: int) -> None:
+    """Raise ValueError if a kernel cannot address one sequence, or one row of packed ones: `length` tokens of `width` numbers.
+
+    Kernels that call this count the numbers of a sequence with 32 bits.
+    """
+    if length * width >= 2**31:
+        raise ValueError(
+            f"{length:,} tokens of {width:,} numbers in one row of the batch overflow 32-bit addresses: use shorter sequences, "
+            "parallel.context in training, or form='chunked'"
+        )
+
+
 def aligned(x: Tensor) -> Tensor:
     """Return x, or a copy that is contiguous and begins at a multiple of 16 bytes, for vector loads."""
     x = x.contiguous()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..gla.gla import CHUNK, chunk_table, edge_states, most_chunks, triangle
-from ..launch import Launch, aligned, triton
+from ..launch import Launch, aligned, check_addresses, triton
 from ..primitives import sum_parts
 from .chunk_output import key_gradient_kernel, output_kernel, state_gradient_kernel, value_gradient_kernel
 from .chunk_state import compose_kernel, states_backward_kernel, states_forward_kernel
@@ -120,7 +120,7 @@ def delta_rule(
     initial state. Returns o and the final state in float32.
 
     Raises ValueError for head_dim_k above 256, for other dtypes than float16 and bfloat16 (float32 runs in Triton's
-    interpreter only), and without tokens.
+    interpreter only), without tokens, and for sequences that overflow 32-bit addresses.
     """
     supported = (torch.float16, torch.bfloat16) if v.is_cuda else (torch.float16, torch.bfloat16, torch.float32)
     if v.dtype not in supported or q.dtype != v.dtype or k.dtype != v.dtype:
@@ -131,6 +131,7 @@ def delta_rule(
         )
     segments = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     batch, length, heads, dim_k = q.shape
+    check_addresses(length, heads * max(dim_k, v.shape[-1]))
     case = DeltaRuleCase(
         q.get_device(), batch, length, heads, dim_k, v.shape[-1], v.dtype, float(scale), log_decay.dim() == 4, segments,
         None if gate is None else (gate[0].dtype, gate[1].dtype), shards is not None,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...recompute import recomputable
-from ..launch import Launch, aligned, triton
+from ..launch import Launch, aligned, check_addresses, triton
 from .chunk_output import chunk_output_backward_kernel, chunk_output_forward_kernel
 from .chunk_state import chunk_states_kernel, merge_splits_kernel
 from .exact_form import exact_backward_kernel, exact_forward_kernel
@@ -138,7 +138,7 @@ def gla(
     q, k and v have one dtype. Log decays below -80 count as -80.
 
     Raises ValueError for more channels than the kernels support, for other dtypes than float16 and bfloat16 (float32 runs in
-    Triton's interpreter only), and without tokens.
+    Triton's interpreter only), without tokens, and for sequences that overflow 32-bit addresses.
     """
     if not scale > 0:
         q, scale = q * scale, 1.0
@@ -164,10 +164,13 @@ def case_of(
     segments = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     if length == 0 or v.numel() == 0:
         raise ValueError(f"v {list(v.shape)} has no tokens: use form='chunked'")
-    return GLACase(
+    case = GLACase(
         q.get_device(), batch, length, heads, dim_k, dim_v, v.dtype, float(scale), segments, initial_state is not None,
         aug_weight,
     )  # fmt: skip
+    width = heads * max(dim_k, dim_v)
+    check_addresses(length, max(width, *case.gradient_strides) if torch.is_grad_enabled() else width)
+    return case
 
 
 class _GLA(torch.autograd.Function):

@@ -47,15 +47,6 @@ class LionCase:
         return self.mode, self.normalized, self.packed, "ieee" if self.dtype == torch.float32 else "tf32"
 
 
-def check_addresses(length: int, heads: int, dim: int) -> None:
-    """Raise ValueError if elements of one sequence [length, heads, dim] have no 32-bit addresses."""
-    if length * heads * dim >= 2**31:
-        raise ValueError(
-            f"{length} tokens with {heads} heads of {dim} channels overflow 32-bit addresses: use form='chunked', or shorter "
-            "sequences"
-        )
-
-
 class LionInputs(NamedTuple):
     """Hold the inputs of a kernel, contiguous.
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...recompute import recomputable
-from ..launch import aligned
+from ..launch import aligned, check_addresses
 from .chunk import CHUNK
-from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_DECAY, Kernel, LionCase, LionInputs, check_addresses
+from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_DECAY, Kernel, LionCase, LionInputs
 from .decay_logits import LARGEST, project, project_backward
 from .feature_map import PHI, feature_map_gradients, feature_maps, normalized_silu
 from .tile import TILE
@@ -94,7 +94,7 @@ def _case(
     packed: bool,
 ) -> tuple[Kernel, LionCase]:
     batch, length, heads, dim_k = shape
-    check_addresses(length, heads, max(dim_k, dim_v))
+    check_addresses(length, heads * max(dim_k, dim_v))
     mode = LOG_DECAY if decay_dtype is not None else NO_DECAY
     if alone:
         mode = BIAS

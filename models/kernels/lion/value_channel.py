@@ -39,8 +39,8 @@ from torch.autograd.function import once_differentiable
 from ...backend import disable_compile
 from ...precision import NORMALIZER_EPS
 from ..gla.gla import MATMUL_LIMIT
-from ..launch import Launch, aligned, triton
-from .common import block, check_addresses
+from ..launch import Launch, aligned, check_addresses, triton
+from .common import block
 from .value_channel_kernels import (
     output_kernel,
     running_sum_kernel,
@@ -126,7 +126,7 @@ class _Launches(NamedTuple):
 @lru_cache(4096)
 def _launches(device: torch.device, shape: torch.Size, dim_v: int, dtype: torch.dtype, normalized: bool) -> _Launches:
     batch, length, heads, dim_k = shape
-    check_addresses(length, heads, max(dim_k, dim_v))
+    check_addresses(length, heads * max(dim_k, dim_v))
     chunks, rows, parts = triton.cdiv(length, CHUNK), batch * heads, 2 if normalized else 1
     block_v = block(dim_v, VALUES)
     tiles, width = triton.cdiv(dim_v, block_v), heads * dim_v

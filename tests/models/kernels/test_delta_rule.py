@@ -100,6 +100,14 @@ def test_nan_propagates(decay: str, per_channel: bool) -> None:
     )
 
 
+def test_sizes_that_overflow_are_refused() -> None:
+    from models.kernels.delta_rule.delta_rule import delta_rule
+
+    q, decay = (torch.empty(shape, device="meta") for shape in ((1, 2**21, 16, 64), (1, 2**21, 16)))
+    with pytest.raises(ValueError, match=r"2,097,152 tokens of 1,024 numbers .* overflow 32-bit addresses"):
+        delta_rule(q, q, q, decay, decay, 1.0, None, None)
+
+
 def test_strengths_up_to_two() -> None:
     """Negative eigenvalues."""
     check((1, 130, 1, 16, 16), True, strength=2.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -191,3 +193,17 @@ def test_unsupported_inputs_are_refused(device: str) -> None:
             call(16, 16, dtype=dtype)
     with pytest.raises(ValueError, match="no tokens"):
         call(16, 16, length=0)
+
+
+@pytest.mark.parametrize(
+    ("fits", "layer", "gradients"), [(2**21 - 1, False, True), (2**21 - 1, True, False), (699_050, True, True)]
+)
+def test_sizes_that_overflow_are_refused(device: str, fits: int, layer: bool, gradients: bool) -> None:
+    """Count 8 * 128 numbers per token, and 8 * 2 * (64 + 128) in the gradients of a layer of MetaLA, which are adjacent."""
+    from models.kernels.gla.gla import case_of
+
+    for length in (fits, fits + 1):
+        q, v = (torch.empty(1, length, 8, dim, device="meta", dtype=torch.bfloat16) for dim in (64, 128))
+        refused = pytest.raises(ValueError, match=f"{length:,} tokens .* overflow 32-bit addresses")
+        with refused if length > fits else nullcontext(), torch.set_grad_enabled(gradients):
+            assert case_of(q, q, v, 1.0, None, None, torch.float32 if layer else None).length == fits
