@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,3 +43,8 @@ def small(words: list[str]) -> Callable[..., Experiment]:
 def runs(small: Callable[..., Experiment]) -> Callable[..., list[Run]]:
     """Return the runs of the small experiment with more overrides."""
     return lambda *more: plan(small(*more), "fp32")
+
+
+def one_space(table: str) -> str:
+    """Return a table without the spaces that align its columns."""
+    return re.sub(" +", " ", table)
