@@ -117,7 +117,7 @@ def dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 def check_addresses(length: int, width: int) -> None:
     """Raise ValueError if a kernel cannot address one sequence, or one row of packed ones: `length` tokens of `width` numbers.
 
-    Kernels that call this count the numbers of a sequence with 32 bits.
+    For kernels with 32-bit offsets inside a sequence.
     """
     if length * width >= 2**31:
         raise ValueError(

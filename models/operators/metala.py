@@ -107,7 +107,7 @@ def metala_epilogue(
 
     o, v: [batch, length, heads, head_dim_v]; q, k: [batch, length, heads, head_dim_k]; aug_weight: [heads * head_dim_k]
     or None for no self-augmentation; gate: [batch, length, heads * head_dim_v] before its activation.
-    form: "reference", "triton", or "auto": the kernels on CUDA where Triton is installed.
+    form: "reference", "triton", or "auto": the kernels on CUDA where Triton is installed, and PyTorch under torch.compile.
     Returns [batch, length, heads * head_dim_v] in o's dtype. Raises ValueError for an unknown form, and for an aug_weight or a
     gate of another shape.
     """
