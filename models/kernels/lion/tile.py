@@ -166,8 +166,9 @@ def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, DECAY: tl.
             left, right = t < start, (t > end) & (t < T)
             if DECAY != 0:
                 x = tl.load(c + t, mask=t < T, other=0.0)
-                left = left & (tl.load(c + start) - x > -28.9)
-                right = right & (x - tl.load(c + end) > -28.9)
+                # Written so that a sum that is NaN is within reach.
+                left = left & ((tl.load(c + start) - x <= -28.9) == 0)
+                right = right & ((x - tl.load(c + end) <= -28.9) == 0)
             if SEGMENTS:
                 s = tl.load(segments + t, mask=t < T, other=-1)
                 left = left & (s == tl.load(segments + start))

@@ -322,6 +322,16 @@ def test_skipping_far_tiles_does_not_change_results(device: str) -> None:
         assert ((actual.double() - expected).norm() / expected.norm()).item() < 5e-4
 
 
+def test_nan_reaches_far_tiles(device: str) -> None:
+    """Spoil token 320, the first of a tile."""
+    q, k, v, g = (torch.rand(1, 640, 1, dim, device=device) for dim in (16, 16, 16, 1))
+    check_nan(
+        lambda *x: (attend(*x, form="recurrent"),),
+        lambda *x: (attend(*x, form="triton_tile"),),
+        [q, k, v, -0.01 * g[..., 0]],
+    )
+
+
 @pytest.mark.parametrize("form", KERNELS)
 def test_infinite_log_decay(device: str, form: str) -> None:
     """Log decays of -inf count as -100, a factor of 0. They may have a last dimension of 1."""
