@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from tests.parity.launch import train_in_turn
 from tests.tools.conversion.conftest import write_run
 from tests.tools.conversion.test_import import error_of, tiny_llama, translated
+from tests.tools.conversion.test_translate import SHAPE
 from tools.conversion.logit_parity import load_export
 from tools.convert_hf import main
 from tools.loading.model import load_model
@@ -56,16 +57,9 @@ def test_import_writes_a_configuration_for_training(tmp_path: Path, capsys: pyte
 
 
 def test_rotary_settings_of_earlier_transformers_are_read() -> None:
-    shape = {
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-    }
-    options = translated("gpt_neox", **shape, rotary_pct=0.5, rotary_emb_base=5000).options_of("attention")
+    options = translated("gpt_neox", **SHAPE, rotary_pct=0.5, rotary_emb_base=5000).options_of("attention")
     assert (options.rotary_pct, options.rotary_base) == (0.5, 5000.0)
-    options = translated("llama", **shape, rope_theta=500000.0, rope_scaling=None).options_of("attention")
+    options = translated("llama", **SHAPE, rope_theta=500000.0, rope_scaling=None).options_of("attention")
     assert (options.num_kv_heads, options.rotary_base) == (4, 500000.0)
 
 

@@ -12,17 +12,14 @@ from tests.tools.conversion.test_import import METALA_SHAPE, YARN, translated
 from tools.conversion.foreign.mapping import check_names
 from tools.conversion.foreign.registry import translate
 
+SHAPE = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+FLA_SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4}
+
 
 def test_absent_settings_have_the_other_codebases_defaults() -> None:
     from transformers import GPTNeoXConfig, LlamaConfig, Qwen3Config
 
-    shape = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-    }
+    shape = {**SHAPE, "hidden_size": 64}
     ours, theirs = translated("gpt_neox", **shape), GPTNeoXConfig(**shape)
     assert ours.parallel_residual == theirs.use_parallel_residual
     assert (ours.norm_eps, ours.tie_embeddings) == (theirs.layer_norm_eps, theirs.tie_word_embeddings)
@@ -42,10 +39,6 @@ def test_absent_settings_have_the_other_codebases_defaults() -> None:
         assert translated(kind, **shape, hidden_ratio=8).mlp_width == 2816
     assert translated("metala", **METALA_SHAPE).tie_embeddings
     assert not translated("metala", **METALA_SHAPE, no_tie_embed=True).tie_embeddings
-
-
-SHAPE = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-FLA_SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4}
 
 
 @pytest.mark.parametrize(
