@@ -247,9 +247,10 @@ def _draw_bars(panels: Sequence[Any], experiment: Experiment, cells: Cells) -> N
         of_label[task_title(experiment, task)] = cell.accuracy, cell.deviation
     published = [row for row in experiment.paper.rows if row.task in tasks]
     if experiment.suite == "lra":
-        # Its paper has more models than a figure can show.
-        shown = {"Transformer", *(model_label(model).partition(",")[0] for _, model, _ in cells)}
-        published = [row for row in published if row.model.partition(" ")[0] in shown]
+        # Its papers have more models than a figure can show. LION with a gate or with complex decays has all of LION's.
+        shown = {"Transformer", *(model_label(model).replace(",", " ").split()[0] for _, model, _ in cells)}
+        words = [row.model.partition(" ")[0] for row in published]
+        published = [row for row, word in zip(published, words, strict=True) if {word, word.partition("-")[0]} & shown]
     for row in published:
         series.setdefault(row.model, {})[task_title(experiment, row.task)] = row.accuracy, None
     (axes,) = panels

@@ -94,10 +94,24 @@ def test_figures_show_the_cells(
     paper = [(*line.get_xdata(), *line.get_ydata()) for line in axes.lines if line.get_marker() == "x"]
     assert paper == [(64, 28.5), (128, 90.4), (64, 0.0), (128, 0.0)]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["MetaLA", "GLA"]
-    lra = load_experiment("lra", ["tasks=[image]", "models=[metala]"])
-    draw_results(lra, {("image", "metala", 512): Cell(80.0, None, None, True)}, tmp_path / "c.png")
-    labels = [text.get_text() for text in figures.pop().axes[0].get_legend().get_texts()]
-    assert labels == ["MetaLA", "MetaLA (paper)", "Transformer (paper)"]
+    of_d = ["LION-d with HiPPO (paper)", "LION-d (paper)"]
+    of_lion = [
+        "LION-s with HiPPO (paper)",
+        "LION-s, sigmoid, no normalizer (paper)",
+        of_d[0],
+        "LION-s (paper)",
+        of_d[1],
+    ]
+    for model, label, papers in (
+        ("metala", "MetaLA", ["MetaLA (paper)"]),
+        ("metala_complex", "MetaLA with complex decays", ["MetaLA (paper)"]),
+        ("lion_d_hippo", "LION-d, hippo", of_d),
+        ("lion_complex", "LION with complex decays", [*of_lion, "LION-lit (paper)"]),
+    ):
+        lra = load_experiment("lra", ["tasks=[image]", f"models=[{model}]"])
+        draw_results(lra, {("image", model, 512): Cell(80.0, None, None, True)}, tmp_path / "c.png")
+        labels = [text.get_text() for text in figures.pop().axes[0].get_legend().get_texts()]
+        assert labels == [label, *papers, "Transformer (paper)"]
     mad = load_experiment("mad", ["models=[metala,gla]"])
     cells = {
         ("compression", "metala", 128): Cell(41.0, None, None, True),
