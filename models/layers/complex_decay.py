@@ -15,22 +15,19 @@ from torch import Tensor
 
 from ..precision import to_accumulation_dtype
 from .embedding import token_positions
-from .initial_decays import spread, time_steps
+from .initial_decays import time_steps
 
 
-def decay_angles(offset: Tensor, head_index: Tensor, heads: int, options: Any) -> Tensor:
-    """Return the angle of every channel, [local heads, channels] in float32 (float64 for float64).
+def hippo_angles(offset: Tensor, head_index: Tensor, heads: int, options: Any) -> Tensor:
+    """Return the angle (pi n + offset) dt of channel n of every head, [local heads, channels] in float32 (float64 for float64).
 
-    offset: [local heads * channels], learned, 0 at the start. head_index: [local heads], the heads' numbers in the whole layer
-    of `heads`. options: the mixer's decay_init, dt_min and dt_max.
-      s4d_lin   (pi n + offset) dt for channel n of a head, the imaginary part of S4D-Lin, dt as in `hippo_log_decays` with lin
-      ring      2 pi u exp(offset), u `spread` over the channels: the uniform angles and the logarithm of the LRU
+    offset: [local heads * channels], learned, 0 at the start: pi n is the imaginary part of S4D-Lin. head_index: [local
+    heads], the heads' numbers in the whole layer of `heads`. options: the mixer's dt_min and dt_max. Between them are the time
+    steps dt, as in `hippo_log_decays` with lin.
     """
     offset = to_accumulation_dtype(offset).unflatten(0, (len(head_index), -1))
     channel = torch.arange(offset.shape[1], dtype=offset.dtype, device=offset.device)
     index = head_index.to(offset.device)[:, None] * len(channel) + channel
-    if options.decay_init == "ring":
-        return 2 * pi * spread(index.long(), 49473).to(offset.dtype) * offset.exp()
     step = time_steps(index, heads * len(channel), options.dt_min, options.dt_max)
     return (pi * channel + offset) * step
 

@@ -1,4 +1,4 @@
-"""Initial values of decays: diagonal forms of HiPPO (arXiv 2206.11893), the LRU's ring (2303.06349), zero-order hold, logits."""
+"""Initial values of decays: diagonal forms of HiPPO (arXiv 2206.11893), their zero-order hold, logits and time steps."""
 
 from __future__ import annotations
 
@@ -26,23 +26,6 @@ def time_steps(index: Tensor, count: int, dt_min: float, dt_max: float) -> Tenso
     return dt_min * (dt_max / dt_min) ** (index / max(count - 1, 1))
 
 
-def ring_log_decays(count: int) -> Tensor:
-    """Return log |lambda| at the start, [count] float64: lambda is uniform over the area of the ring 0.9 <= |lambda| <= 0.999.
-
-    This is the LRU of Orvieto et al. 2023 with the radii of `s5`. `layers.complex_decay` has the angles.
-    """
-    return 0.5 * (0.9**2 + (0.999**2 - 0.9**2) * spread(torch.arange(count), 37343)).log()
-
-
-def spread(index: Tensor, multiplier: int) -> Tensor:
-    """Return multiplier * index / 2^16 without its integer part, float64: fractions that fill [0, 1) evenly.
-
-    index: integers of any shape. 49473 and 37343 are 2^16 times R2's two numbers, 1 / p and 1 / p^2 with p^3 = p + 1, so
-    both fractions together fill the unit square. The fractions are exact in float32, so they are the same on every device.
-    """
-    return ((multiplier * index) % 2**16).double() / 2**16
-
-
 def decay_logits(log_decay: Tensor) -> Tensor:
     """Return the float32 logits of decays: log decay - log(1 - decay). Precise for decays near 0 and near 1."""
     return (log_decay - (-torch.expm1(log_decay)).log()).float()
@@ -51,10 +34,8 @@ def decay_logits(log_decay: Tensor) -> Tensor:
 def initial_log_decays(options: Any, heads: int, channels: int) -> Tensor:
     """Return the log decay at the start in float64, [heads], or [heads * channels] with decays per channel.
 
-    options: those of LION, or of MetaLA with decay_init: hippo, s4d_lin or ring.
+    options: those of LION, or of MetaLA with decay_init: hippo or s4d_lin.
     """
-    if options.decay_init == "ring":
-        return ring_log_decays(heads * channels)
     if options.decay_init in ("hippo", "s4d_lin"):
         return hippo_log_decays(heads, channels, options.dt_min, options.dt_max, lin=options.decay_init == "s4d_lin")
     if options.decay_init == "half":
@@ -69,7 +50,7 @@ def initial_log_decays(options: Any, heads: int, channels: int) -> Tensor:
 def zero_order_hold(name: str, log_decay: Tensor, angle: Tensor | None, heads: int, head_dim: int) -> Tensor:
     """Return the initial weight of values, L^-1 (exp(L dt) - I) for decays exp(L dt), [heads * head_dim, heads * head_dim].
 
-    log_decay, angle: of `initial_log_decays` and `complex_decay.decay_angles`, [heads] or one per channel. L dt is log_decay +
+    log_decay, angle: of `initial_log_decays` and `complex_decay.hippo_angles`, [heads] or one per channel. L dt is log_decay +
     1j angle. dt is 1 unless `decay_init` has time steps. With an angle, channels c and c + head_dim / 2 of a head are one complex
     number.
     """

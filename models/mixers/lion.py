@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.complex_decay import decay_angles, rotation
+from ..layers.complex_decay import hippo_angles, rotation
 from ..layers.initial_decays import decay_logits, initial_log_decays, zero_order_hold
 from ..layers.norm import LayerNorm
 from ..layers.projections import FusedProjections, apply_each, head_indices, init_normal, init_std, linear
@@ -47,21 +47,20 @@ class LionOptions:
         "head: one decay per head. channel: a vector per head, one decay per channel of its keys, as in GLA. value_channel: one "
         "decay, mask and normalizer per channel of its values, for variants d, s and grfa with causal: false. lit has none.",
     )
-    decay_init: Literal["half", "retnet", "half_life", "hippo", "s4d_lin", "ring"] = option(
+    decay_init: Literal["half", "retnet", "half_life", "hippo", "s4d_lin"] = option(
         "retnet",
         "Initial decay. half: 1/2. retnet: 1 - 2^(-5-h) for head h. half_life: 2^(-1 / half_life). hippo: exp(-dt (n+1)) for "
         "channel n of a head with time step dt, the diagonal of HiPPO-LegS. s4d_lin: exp(-dt / 2) for a channel with time step "
-        "dt, the real part of S4D-Lin. ring: |lambda| of the LRU, from 0.9 to 0.999. The last three need decays per channel. lit "
-        "does not use it.",
+        "dt, the real part of S4D-Lin. Both need decays per channel. lit does not use it.",
     )
     half_life: float = option(64.0, "Tokens over which the initial decay is 1/2, for decay_init: half_life.")
     dt_min: float = option(0.001, DT_MIN)
     dt_max: float = option(0.1, DT_MAX)
     complex_decay: bool = option(
         False,
-        "true: channels c and c + head_dim / 2 of a head's values are a complex number, and so is their decay. Its angle is, "
-        "with a learned offset, for s4d_lin (pi n + offset) dt for pair n of a head, the imaginary part of S4D-Lin; for ring "
-        "u exp(offset), u even from 0 to 2 pi, as in the LRU. It needs decay_per: value_channel and one of these decay_init.",
+        "true: channels c and c + head_dim / 2 of a head's values are a complex number, and so is their decay. Its angle is "
+        "(pi n + offset) dt for pair n of a head, with a learned offset: the imaginary part of S4D-Lin. It needs decay_per: "
+        "value_channel and decay_init: s4d_lin.",
     )
     init_std: float | None = option(
         None, "Standard deviation of the initial weights of queries, keys and decays; null: that of the model."
@@ -99,7 +98,7 @@ class LionOptions:
                 f"model.mixer_options.lion.{key} with variant = lit, which has no decay: set variant = d, s, lstm or grfa, or "
                 "remove the key"
             )
-        if self.decay_init in ("hippo", "s4d_lin", "ring") and self.decay_per == "head":
+        if self.decay_init in ("hippo", "s4d_lin") and self.decay_per == "head":
             raise ValueError(
                 f"model.mixer_options.lion.decay_init = {self.decay_init} with decay_per = head: channels have different initial "
                 "decays; set model.mixer_options.lion.decay_per = channel or value_channel, or decay_init = half, retnet or "
@@ -116,10 +115,10 @@ class LionOptions:
                 "model.mixer_options.lion.scaled = true with decay_per = value_channel and variant = grfa, whose factor 1 - "
                 "decay is on the value and not in the normalizer: set scaled = false, or decay_per = channel"
             )
-        if self.complex_decay and (self.decay_per != "value_channel" or self.decay_init not in ("s4d_lin", "ring")):
+        if self.complex_decay and (self.decay_per != "value_channel" or self.decay_init != "s4d_lin"):
             raise ValueError(
                 f"model.mixer_options.lion.complex_decay = true with decay_per = {self.decay_per} and decay_init = "
-                f"{self.decay_init}: set decay_per = value_channel and decay_init = s4d_lin or ring, or complex_decay = false"
+                f"{self.decay_init}: set decay_per = value_channel and decay_init = s4d_lin, or complex_decay = false"
             )
         if self.causal and self.form != "auto":
             raise ValueError(
@@ -155,8 +154,8 @@ class Lion(nn.Module):
     decay_per = channel: a, w and b have one row per channel of keys, and M_ij multiplies the channel's part of phi(q_i) phi(k_j).
     decay_per = value_channel: one row, one M and one normalizer per channel of values (appendix C.7), and grfa
     multiplies v_t by 1 - |lambda_t| instead of k_t. complex_decay: two channels of values are a complex number, and M_ij is
-    multiplied by exp(1j angle (i - j)): v_j is rotated by -angle j before the real operator, and its output by angle i.
-    `models.layers.complex_decay` has the angles.
+    multiplied by exp(1j angle (i - j)): v_j is rotated by -angle j before the real operator, and its output by angle i. The angle
+    is (pi n + frequency_offset) dt for pair n of a head with the initial time step dt.
     The bias b is the non-selective term. decay_init = hippo and value_init = zero_order_hold are those of the Long Range Arena.
     There are no positions: lit has no decay and needs model.positions = learned.
     """
@@ -211,7 +210,7 @@ class Lion(nn.Module):
             angle = None
             if options.complex_decay:
                 offset = torch.zeros_like(log_decay)
-                angle = decay_angles(offset, self.head_index, heads, options).flatten()
+                angle = hippo_angles(offset, self.head_index, heads, options).flatten()
             weight = zero_order_hold(options.decay_init, log_decay, angle, heads, self.head_dim)
             with torch.no_grad():
                 self.v_proj.weight.copy_(weight)
@@ -255,7 +254,7 @@ class Lion(nn.Module):
         q, k, phi = self._features(q, k, v.dtype)
         k, v = self._gate(x, k, v, logits)
         if self.frequency_offset is not None:
-            angle = decay_angles(self.frequency_offset, self.head_index, self._heads, self.options)
+            angle = hippo_angles(self.frequency_offset, self.head_index, self._heads, self.options)
             cos, sin = rotation(angle, v, mask, cu_seqlens)
             v = rotate(v, cos, -sin)
         if self.options.causal:

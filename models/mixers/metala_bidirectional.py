@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.complex_decay import decay_angles, rotation
+from ..layers.complex_decay import hippo_angles, rotation
 from ..layers.projections import head_indices, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.context_parallel import context_parallel_group, shard_segments
@@ -33,27 +33,24 @@ class MetaLABidirectionalOptions:
     self_augmentation: bool = option(True, "Self-augmentation: an extra term for the token itself, Eq. 22.")
     convolution: bool = option(True, "Convolution on the input, causal as in metala.")
     conv_kernel: int = option(4, "Kernel size of the convolution, in tokens.")
-    decay_init: Literal["none", "hippo", "s4d_lin", "ring"] = option(
-        "none",
-        f"{DECAY_INIT} s4d_lin: exp(-dt / 2) for a channel with time step dt, the real part of S4D-Lin. ring: |lambda| of the "
-        "LRU, from 0.9 to 0.999.",
+    decay_init: Literal["none", "hippo", "s4d_lin"] = option(
+        "none", f"{DECAY_INIT} s4d_lin: exp(-dt / 2) for a channel with time step dt, the real part of S4D-Lin."
     )
     dt_min: float = option(0.001, DT_MIN)
     dt_max: float = option(0.1, DT_MAX)
     complex_decay: bool = option(
         False,
-        "true: decays have angles, with a learned offset. s4d_lin: (pi n + offset) dt for channel n of a head, the imaginary "
-        "part of S4D-Lin. ring: u exp(offset), u even from 0 to 2 pi, as in the LRU. Queries are complex, with two channels per "
-        "decay. It needs one of these decay_init.",
+        "true: decays have the angle (pi n + offset) dt for channel n of a head, with a learned offset: the imaginary part of "
+        "S4D-Lin. Queries are complex, with two channels per decay. It needs decay_init: s4d_lin.",
     )
 
     def __post_init__(self) -> None:
         require_at_least("metala_bidirectional", self, 1, "conv_kernel")
         check_time_steps("metala_bidirectional", self.dt_min, self.dt_max)
-        if self.complex_decay and self.decay_init not in ("s4d_lin", "ring"):
+        if self.complex_decay and self.decay_init != "s4d_lin":
             raise ValueError(
                 "model.mixer_options.metala_bidirectional.complex_decay = true with decay_init = "
-                f"{self.decay_init}: set decay_init = s4d_lin or ring, or complex_decay = false"
+                f"{self.decay_init}: set decay_init = s4d_lin, or complex_decay = false"
             )
 
 
@@ -130,7 +127,7 @@ class MetaLABidirectional(nn.Module):
         log_decay, k = without_padding(mask, *decay_and_key(a))
         real_query, key = q[..., : self.head_dim_k], k  # of the self-augmentation
         if self.frequency_offset is not None:
-            angle = decay_angles(self.frequency_offset, self.head_index, self._heads, self.options)
+            angle = hippo_angles(self.frequency_offset, self.head_index, self._heads, self.options)
             cos, sin = rotation(angle, v, mask, cu_seqlens)
             q, k = rotate(q, cos, sin), torch.cat([k * cos, k * sin], -1)
             log_decay = torch.cat([log_decay, log_decay], -1)

@@ -32,7 +32,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("lion", {"decay_per": "value_channel", "causal": False, "decay_init": "s4d_lin"}),
     ("lion", {"decay_per": "value_channel", "causal": False, "variant": "d", "phi": "sigmoid", "scaled": False}),
     ("lion", {**COMPLEX, "mask_convention": "shifted"}),
-    ("lion", {**COMPLEX, "decay_init": "ring", "variant": "grfa", "scaled": False, "phi": "sigmoid"}),
     ("lion", {**COMPLEX, "variant": "d", "value_init": "zero_order_hold"}),
     ("lion", {**COMPLEX, "variant": "grfa", "scaled": False, "phi": "sigmoid"}),
     ("lion", {"decay_per": "channel", "variant": "grfa", "mask_convention": "shifted", "causal": False}),
@@ -75,7 +74,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("metala_bidirectional", {"preset": "paper", "convolution": False}),
     ("metala_bidirectional", {"decay_init": "hippo"}),
     ("metala_bidirectional", {"decay_init": "s4d_lin", "complex_decay": True}),
-    ("metala_bidirectional", {"decay_init": "ring", "complex_decay": True}),
 ]
 CASES = [(name, {}) for name in sorted(MIXERS)] + VARIANTS
 

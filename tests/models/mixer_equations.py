@@ -82,11 +82,8 @@ def _both_complex(
     return torch.cat([out.real, out.imag], -1), torch.cat([rows, rows], -1)
 
 
-def _angles(offset: Tensor, heads: int, options: dict[str, Any]) -> Tensor:
-    """Return (pi n + offset) dt of channel n of every head, with time steps from dt_min to dt_max; ring: 2 pi u exp(offset)."""
-    if options["decay_init"] == "ring":
-        u = torch.tensor([49473 * i % 65536 / 65536 for i in range(len(offset))], dtype=torch.float64)
-        return (2 * math.pi * u * torch.exp(offset)).view(heads, -1)
+def _s4d_lin_angles(offset: Tensor, heads: int, options: dict[str, Any]) -> Tensor:
+    """Return (pi n + offset) dt of channel n of every head, with time steps from dt_min to dt_max."""
     low, high = options.get("dt_min", 0.001), options.get("dt_max", 0.1)
     step = low * (high / low) ** (torch.arange(len(offset), dtype=torch.float64) / (len(offset) - 1))
     frequency = math.pi * torch.arange(len(offset) // heads, dtype=torch.float64).repeat(heads) + offset
@@ -232,7 +229,7 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
             options.get("decay_per") == "value_channel",
         )
         if options.get("complex_decay"):
-            angle = _angles(p["frequency_offset"], heads, options)
+            angle = _s4d_lin_angles(p["frequency_offset"], heads, options)
             num, den = _both_complex(q, k, v, decay, angle, shifted)
         else:
             num, den = _both(q, k, v, decay, shifted, per_value_channel)
@@ -258,7 +255,7 @@ def _metala(p: Weights, x: Tensor, heads: int, layer: int, layers: int, both: bo
     k = _heads(_linear(p, "k_proj", x), heads) if "k_proj.weight" in p else 1 - alpha
     if options.get("complex_decay"):
         z = torch.complex(*q.chunk(2, -1))
-        q, angle = z.real, _angles(p["frequency_offset"], heads, options)
+        q, angle = z.real, _s4d_lin_angles(p["frequency_offset"], heads, options)
         o = torch.zeros_like(v)
         for i, j in itertools.product(range(len(x)), repeat=2):
             between = alpha[min(i, j) + 1 : max(i, j) + 1].prod(0)

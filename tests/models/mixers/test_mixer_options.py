@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.config import ModelConfig
-from models.layers.complex_decay import decay_angles
+from models.layers.complex_decay import hippo_angles
 from models.layers.forget_gate import bounded_forget_gate
-from models.layers.initial_decays import decay_logits, hippo_log_decays, ring_log_decays, spread
+from models.layers.initial_decays import decay_logits, hippo_log_decays
 from models.mixers import MIXERS
 from tests.models.mixer_cases import SIZE, build
 
@@ -68,7 +68,7 @@ def test_initial_complex_decays_and_values() -> None:
     rate = torch.complex(torch.full((16,), -0.5, dtype=torch.float64), torch.pi * torch.arange(4.0).repeat(4).double())
     torch.testing.assert_close(torch.sigmoid(lion.decay.double()), (-step / 2).exp(), rtol=1e-6, atol=0)
     assert not lion.frequency_offset.any()
-    angle = decay_angles(lion.frequency_offset.double(), lion.head_index, 4, lion.options)
+    angle = hippo_angles(lion.frequency_offset.double(), lion.head_index, 4, lion.options)
     torch.testing.assert_close(angle, (rate.imag * step).view(4, 4), rtol=1e-9, atol=0)
     x = torch.randn(5, 4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     held = (torch.exp(rate * step) - 1) / rate
@@ -84,27 +84,9 @@ def test_initial_complex_decays_of_metala() -> None:
     step = 0.01 * 8 ** (torch.arange(16, dtype=torch.float64) / 15)
     alpha = torch.sigmoid(metala.decay.double()) ** (1 / 16)
     torch.testing.assert_close(alpha, (-step / 2).exp(), rtol=1e-6, atol=0)
-    angle = decay_angles(metala.frequency_offset.double(), metala.head_index, 4, metala.options)
+    angle = hippo_angles(metala.frequency_offset.double(), metala.head_index, 4, metala.options)
     frequency = torch.pi * torch.arange(4, dtype=torch.float64)
     torch.testing.assert_close(angle, frequency * step.view(4, 4), rtol=1e-9, atol=0)
-
-
-def test_ring_is_uniform() -> None:
-    """Check the initial decays and angles of the LRU: as many channels in every part of the ring, alone and together."""
-    count = 1024
-    radius, angle = ring_log_decays(count).exp(), spread(torch.arange(count), 49473)
-    area = (radius**2 - 0.9**2) / (0.999**2 - 0.9**2)
-    cells = (area * 8).long() * 8 + (angle * 8).long()
-    assert cells.bincount(minlength=64).sub(16).abs().max() <= 4
-    assert torch.equal(angle, angle.float().double())
-    options = {"decay_init": "ring", "complex_decay": True}
-    lion = initial_mixer("lion", {**options, "decay_per": "value_channel", "causal": False})
-    torch.testing.assert_close(torch.sigmoid(lion.decay.double()), ring_log_decays(16).exp(), rtol=1e-6, atol=0)
-    start = decay_angles(lion.frequency_offset.double(), lion.head_index, 4, lion.options)
-    torch.testing.assert_close(start.flatten(), 2 * torch.pi * angle[:16], rtol=1e-12, atol=0)
-    metala = initial_mixer("metala_bidirectional", options)
-    alpha = torch.sigmoid(metala.decay.double()) ** (1 / 16)
-    torch.testing.assert_close(alpha, ring_log_decays(16).exp(), rtol=1e-6, atol=0)
 
 
 def test_complex_decays_need_pairs_of_channels() -> None:
@@ -210,7 +192,7 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
         (
             "lion",
             {"complex_decay": True, "decay_per": "value_channel", "causal": False},
-            r"decay_init = retnet: set decay_per = value_channel and decay_init = s4d_lin or ring",
+            r"decay_init = retnet: set decay_per = value_channel and decay_init = s4d_lin",
         ),
         ("lion", {"dt_min": 0.2}, r"lion\.dt_min = 0\.2 with dt_max = 0\.1: set 0 < dt_min <= dt_max"),
         ("lion", {"init_std": 0.0}, r"lion\.init_std = 0\.0: must be greater than 0"),
@@ -223,7 +205,7 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
         (
             "metala_bidirectional",
             {"complex_decay": True, "decay_init": "hippo"},
-            r"metala_bidirectional\.complex_decay = true with decay_init = hippo: set decay_init = s4d_lin or ring, or",
+            r"metala_bidirectional\.complex_decay = true with decay_init = hippo: set decay_init = s4d_lin, or complex_decay = f",
         ),
         ("metala_bidirectional", {"preset": "x"}, r"metala_bidirectional\.preset = 'x': allowed are released, paper"),
         ("metala_bidirectional", {"conv_kernel": 0}, r"metala_bidirectional\.conv_kernel = 0: must be at least 1"),
