@@ -155,7 +155,7 @@ def test_other_runs_of_long_range_arena() -> None:
     assert "{} of the validation images after 12 epochs, without them {}.".format(*twelve) in PAGE
     grfa = run_of_lra("image", "lion_grfa")
     assert f"LION has {100 * grfa['accuracy']:.1f} % after {grfa['epochs']} epochs" in PAGE
-    short, long, shorter, per_token, wide, longest, strong, best = (
+    short, long, shorter, per_token, wide, longest, strong, best, wider = (
         run for run in lines("lra") if run["model"] == "lion_complex"
     )
     metala, metala_complex = run_of_lra("image", "metala"), run_of_lra("image", "metala_complex")
@@ -180,6 +180,7 @@ def test_other_runs_of_long_range_arena() -> None:
     assert f"In {best['epochs']} epochs the accuracy never falls by more than one point" in text
     assert all(later > earlier - 0.01 for earlier, later in pairwise(best["history"]))
     assert best["loss"] < longest["loss"] / 10
+    assert f"Width {wider['width']} gives {100 * wider['accuracy']:.1f} % after {wider['epochs']} epochs" in text
     assert f"give {100 * strong['accuracy']:.1f} % after {strong['epochs']} epochs." in text
     assert f"The training loss is {strong['loss']:.2f} and the test perplexity is {strong['perplexity']:.1f}." in text
     fall = [f"{100 * strong['history'][number]:.1f}" for number in (11, 12)]
