@@ -11,18 +11,20 @@ from .atomic_io import atomic_write
 from .tokenizer import END_OF_DOCUMENT, SPACE_MARK
 
 LINE_BYTES = 4000
-SMALLEST_VOCABULARY = 264
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 264, 10_000_000
 # A line with the whitespace after it. Pieces never cross these lines, so no piece has text after a line end.
 _LINE = re.compile(r"[^\n]*\n\s*|[^\n]+")
 
 
 def check_sentencepiece_size(vocab_size: int) -> None:
-    """Raise ValueError if the vocabulary is too small for all bytes and the special ids."""
+    """Raise ValueError if the vocabulary is too small for all bytes and the special ids, or larger than any text fills."""
     if vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(
             f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids are always included; set"
             f" {SMALLEST_VOCABULARY} or more"
         )
+    if vocab_size > LARGEST_VOCABULARY:  # SentencePiece works for half a minute on 2^31 before it says so
+        raise ValueError(f"vocab_size {vocab_size} is too large: set {LARGEST_VOCABULARY} or less")
 
 
 def train_sentencepiece(
@@ -48,7 +50,7 @@ def train_sentencepiece(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_lines(texts),
             model_writer=model,
-            vocab_size=min(vocab_size, 2**31 - 1),  # a larger one is no number to the library
+            vocab_size=vocab_size,
             model_type=model_type,
             byte_fallback=True,
             normalization_rule_name="identity",
