@@ -276,6 +276,7 @@ class ModelConfig:
     def conv_kernels(self) -> dict[str, int]:
         """Return the kernel sizes of the mixers' causal convolutions, by config key, in tokens."""
         options = {name: self.options_of(name) for name in self.mixers}
+        options = {name: given for name, given in options.items() if getattr(given, "convolution", True)}
         sizes = {name: getattr(given, "conv_kernel", 0) for name, given in options.items()}
         return {f"model.mixer_options.{name}.conv_kernel": size for name, size in sizes.items() if size}
 

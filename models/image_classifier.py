@@ -112,6 +112,8 @@ class ImageBlock(Block):
 
     def run_mixer(self, normed: Tensor, **context: Any) -> Any:
         """Return the mean of the mixer's outputs over all scans, in the order of normed [batch, tokens, hidden_size]."""
+        if context.get("return_state"):
+            raise ValueError("an image classifier has no state: call it without return_state")
         # All scans in one call, along the batch: one launch of each kernel.
         read = torch.cat([self._reordered(normed, *scan) for scan in self.scans]) if self._reorders else normed
         mixed = self.mixer(read, **context)
@@ -120,6 +122,10 @@ class ImageBlock(Block):
         outputs = mixed.chunk(len(self.scans))
         restored = [self._reordered(y, *scan, back=True) for y, scan in zip(outputs, self.scans, strict=True)]
         return restored[0] if len(restored) == 1 else torch.stack(restored).mean(0)
+
+    def flops_per_token(self, length: int) -> int:
+        """Return forward FLOPs per token, with the mixer once per scan."""
+        return len(self.scans) * self.mixer.flops_per_token(length) + self.mlp.flops_per_token(length)
 
     @property
     def _reorders(self) -> bool:
@@ -171,13 +177,18 @@ class ClassificationHead(nn.Module):
 
         The loss is the scalar sum(loss_weight * loss of an image) of `classification_loss`. labels: [batch] int. loss_weight:
         [batch], None for one everywhere. num_correct: a scalar to which the weight of the correctly classified images is
-        added. statistics: arguments of `classification_loss` and `add_statistics`. The state is empty.
+        added. statistics: arguments of `classification_loss` and `add_statistics`. The state is empty. Raises ValueError for
+        weights of another shape, and on the CPU for a label that is no class.
         """
         hidden = self.norm(hidden)
         pooled = hidden.mean(1) if self._mean else hidden[:, -1]
         out = F.linear(pooled, self.weight, self.bias)
         if labels is not None:
             logits = to_accumulation_dtype(out)
+            if labels.device.type == "cpu" and not ((labels >= 0) & (labels < len(self.weight))).all():
+                raise ValueError(
+                    f"labels {labels.tolist()}: allowed are 0 to {len(self.weight) - 1}, the classes of model.vocab_size"
+                )
             weight = torch.ones_like(labels, dtype=logits.dtype) if loss_weight is None else loss_weight
             if weight.shape != labels.shape:
                 raise ValueError(f"loss_weight {list(weight.shape)}: expected {list(labels.shape)}, one per image")

@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
         """Return the input of the head, [batch, length, hidden_size], and the new state; an empty one without return_state.
 
         Arguments as in `forward`. The state has one dict per layer, without the head's. Raises ValueError for a mask of another
-        dtype or shape.
+        dtype or shape, and for a state of another number of layers.
         """
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
             raise ValueError(
@@ -139,6 +139,8 @@ class LanguageModel(nn.Module):
             )
         layers: list[nn.Module] = [self.embedding, *self.blocks]
         states: Sequence[dict[str, Tensor] | None] = [None] * len(layers) if state is None else state
+        if len(states) != len(layers):
+            raise ValueError(f"state of {len(states)} layers: the embedding and the blocks are {len(layers)}; give all")
         x, new_states = tokens, []
         for layer, layer_state in zip(layers, states, strict=True):
             x = layer(x, mask=mask, cu_seqlens=cu_seqlens, state=layer_state, return_state=return_state)

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from ..language_model import LayerSpec
+from ..precision import to_accumulation_dtype
 from .configuration_metalion import MetalionConfig
 from .pretrained import MetalionPreTrainedModel, RecurrentCache
 
@@ -261,8 +262,9 @@ def _pool(hidden: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
     if mask is None:
         return hidden.mean(1) if pooling == "mean" else hidden[:, -1 if pooling == "last" else 0]
     if pooling == "mean":
+        hidden, dtype = to_accumulation_dtype(hidden), hidden.dtype  # a sum of float16 may overflow
         weight = mask.unsqueeze(-1).to(hidden.dtype)
-        return (hidden * weight).sum(1) / weight.sum(1).clamp_min(1)
+        return ((hidden * weight).sum(1) / weight.sum(1).clamp_min(1)).to(dtype)
     position = torch.arange(mask.shape[1], device=mask.device)
     place = (mask * position).amax(1) if pooling == "last" else mask.int().argmax(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), place]

@@ -200,13 +200,13 @@ class MetalionPreTrainedModel(PreTrainedModel):
 
 
 def _resized(old: Tensor, rows: int, std: float | None) -> nn.Parameter:
-    """Return a parameter [rows, ...] with the rows of `old`. Further rows are its mean, or with `std` random for a matrix."""
+    """Return a parameter [rows, ...] with the rows of `old`. Further rows are its mean, or with `std` random, 0 for a bias."""
     new = old.new_empty(rows, *old.shape[1:])
     new[: len(old)] = old[:rows]
-    if old.dim() > 1 and std is not None:
-        nn.init.normal_(new[len(old) :], std=std)
-    else:
+    if std is None:
         new[len(old) :] = old.mean(0)
+    else:
+        nn.init.normal_(new[len(old) :], std=std if old.dim() > 1 else 0.0)
     return nn.Parameter(new, requires_grad=old.requires_grad)
 
 

@@ -86,8 +86,8 @@ class _Transform(nn.Module):
         self.norm = Norm(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the transform of x [..., hidden_size], in the same shape."""
-        return self.norm(F.gelu(self.dense(x)))
+        """Return the transform of x [..., hidden_size], in the same shape and dtype, under autocast too."""
+        return self.norm(F.gelu(self.dense(x))).to(x.dtype)
 
 
 def cross_entropy(*inputs: Any, **options: Any) -> Tensor:

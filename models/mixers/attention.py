@@ -295,6 +295,10 @@ class Attention(nn.Module):
             position = real.cumsum(1) - 1 + seen
             q, k = self._rotate(position if state or mask is not None else position[:1], q, k)
         if state and "used" in state:
+            if length != 1 or mask is not None:
+                raise ValueError(
+                    f"{length} tokens: a preallocated state takes one token per step, without mask or cu_seqlens"
+                )
             return self._one_token(q, k, v, state)
         keys_real = mask
         if state:
@@ -341,8 +345,6 @@ class Attention(nn.Module):
 
     def _one_token(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return o of one token, whose key and value are written into a state of `preallocate`, and the new state."""
-        if q.shape[1] != 1:
-            raise ValueError(f"{q.shape[1]} tokens: a preallocated state takes one token per step; give one")
         for name, x in (("key", k), ("value", v)):
             state[name].index_copy_(1, state["used"], x)
         state["mask"].index_fill_(1, state["used"], True)

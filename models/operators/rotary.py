@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil, floor, inf, log, pi
 from typing import Any
 
@@ -60,9 +60,10 @@ def check_yarn(options: Any) -> None:
     if options.yarn_attention_factor is not None:
         require_positive("attention", options, "yarn_attention_factor")
     if factor is None:
-        for key in ("yarn_original_length", "yarn_attention_factor"):
-            if getattr(options, key) is not None:
-                raise ValueError(f"{prefix}{key} = {getattr(options, key)} needs yarn_factor: set it, or remove {key}")
+        for key in fields(options):
+            value = getattr(options, key.name)
+            if key.name.startswith("yarn_") and value != key.default:
+                raise ValueError(f"{prefix}{key.name} = {value} needs yarn_factor: set it, or remove {key.name}")
     elif not 1 <= factor < inf:
         raise ValueError(
             f"{prefix}yarn_factor = {factor}: must be at least 1 and finite; set the new length divided by "

@@ -133,6 +133,28 @@ def test_head_with_labels_adds_all_statistics_of_its_logits():
     assert added["confusion"].sum() == 5
 
 
+@pytest.mark.parametrize("label", [-100, -1, 7])
+def test_label_that_is_no_class_is_refused(label):
+    with pytest.raises(ValueError, match=rf"labels \[3, {label}\]: allowed are 0 to 6, the classes"):
+        ClassificationHead(config())(torch.randn(2, 9, 16), labels=torch.tensor([3, label]))
+
+
+def test_state_is_refused():
+    with pytest.raises(ValueError, match="an image classifier has no state: call it without return_state"):
+        ImageBlock(causal(), 0)(torch.randn(1, 9, 16), return_state=True)
+
+
+def test_flops_of_a_block_count_its_scans():
+    for shape, scans in (
+        (causal(direction="forward"), 1),
+        (causal(), 2),
+        (causal(patch_order="both"), 4),
+        (config(), 1),
+    ):
+        block = ImageBlock(shape, 0)
+        assert block.flops_per_token(9) == scans * block.mixer.flops_per_token(9) + block.mlp.flops_per_token(9)
+
+
 def test_flops_and_kinds_of_embedding_and_head():
     for pooling, tokens, per_token in (("mean", 9, 25), ("class_token", 10, 23)):
         shape = config(pooling=pooling, positions="learned")

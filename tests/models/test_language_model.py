@@ -157,6 +157,24 @@ def test_prefill_and_decode_equal_forward(mixers):
     torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_state_of_another_number_of_layers_is_refused():
+    lm, tokens = model(PATTERNS[0]), torch.zeros(1, 1, dtype=torch.long)
+    _, state = lm(tokens, return_state=True)
+    with pytest.raises(
+        ValueError, match=rf"state of {len(state) - 2} layers: the embedding and the blocks are \d+; give all"
+    ):
+        lm(tokens, state=state[1:])
+
+
+@pytest.mark.parametrize("head", ["linear", "mlm"])
+def test_loss_under_autocast(head):
+    shape = {"vocab_size": 64, "num_layers": 2, "hidden_size": 32, "num_heads": 2, "mixers": ("attention",)}
+    lm, tokens = LanguageModel(ModelConfig(**shape, head=head)), torch.arange(12)[None]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = lm(tokens, labels=tokens)
+    torch.testing.assert_close(loss, lm(tokens, labels=tokens), rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("mask", [torch.ones(2, 1, dtype=torch.bool), torch.ones(2, 5)])
 def test_mask_of_another_shape_or_dtype_is_refused(mask):
     with pytest.raises(ValueError, match=r"mask torch\.\w+ \[2, \d\]: expected torch.bool \[2, 5\], True for real"):

@@ -150,6 +150,9 @@ def test_preallocated_cache_is_updated_in_place(options, padded):
         assert (state["key"].data_ptr(), state["used"].item()) == (place, 9 + padded)
         with pytest.raises(ValueError, match="2 tokens: a preallocated state takes one token per step"):
             layer(x[:, :2], state=state)
+        for padding in ({"mask": torch.tensor([[True], [False]])}, {"cu_seqlens": torch.tensor([0, 1, 1])}):
+            with pytest.raises(ValueError, match=r"1 tokens: .* one token per step, without mask or cu_seqlens"):
+                layer(x[: 1 if "cu_seqlens" in padding else 2, :1], state=state, **padding)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"causal": False}])
@@ -381,6 +384,7 @@ def test_flops_count_the_window():
             "yarn_original_length = 8 needs yarn_factor: set it, or remove yarn_original_length",
         ),
         ({"yarn_attention_factor": 2.0}, "yarn_attention_factor = 2.0 needs yarn_factor"),
+        ({"yarn_beta_fast": 16.0}, "yarn_beta_fast = 16.0 needs yarn_factor: set it, or remove yarn_beta_fast"),
         ({"yarn_factor": 4.0}, "yarn_factor = 4.0 needs yarn_original_length: set it to the length"),
         ({"yarn_original_length": 0}, "yarn_original_length = 0: must be at least 1"),
         ({"yarn_beta_fast": 1.0}, "yarn_beta_fast = 1.0: must be greater than yarn_beta_slow = 1.0"),

@@ -344,6 +344,7 @@ def config(*mixers: str, **options: Any) -> ModelConfig:
 def test_models_name_mixers_without_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not config("metala", "attention").context_parallel_error()
     assert config("kda", "attention", conv_kernel=7).conv_kernels() == {"model.mixer_options.kda.conv_kernel": 7}
+    assert config("metala", "attention", conv_kernel=7, convolution=False).conv_kernels() == {}
     monkeypatch.setattr(MIXERS["attention"], "supports_context_parallel", False)
     error = config("metala", "attention").context_parallel_error()
     assert error.startswith("model.mixers: 'attention' does not support context parallelism; supported are delta_net,")

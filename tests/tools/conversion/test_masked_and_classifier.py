@@ -77,6 +77,16 @@ def test_sequence_classification(kind: str, how: str | None) -> None:
     torch.testing.assert_close(model(prompts[0][None]).logits[0], F.linear(pooled[place], model.score.weight))
 
 
+def test_mean_of_many_float16_vectors() -> None:
+    """Test sums above float16's largest number, 65504: 8,000 tokens with values near 9, one of them padding."""
+    model = MetalionForSequenceClassification(config(["metala"], num_labels=3, classifier_pooling="mean"))
+    torch.nn.init.constant_(model.head.norm.bias, 9.0)
+    ids, mask = tokens(1, 8000), torch.ones(1, 8000, dtype=torch.bool)
+    mask[0, -1] = False
+    expected = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(model.half()(ids, attention_mask=mask).logits.float(), expected, rtol=0.02, atol=0.02)
+
+
 def test_regression_and_several_labels() -> None:
     ids = tokens(2, 5)
     one = MetalionForSequenceClassification(config(["metala"], num_labels=1))

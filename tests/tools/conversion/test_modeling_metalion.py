@@ -228,6 +228,14 @@ def test_resized_embeddings(kind: str, rows: int, tmp_path: Path) -> None:
     assert torch.equal(type(model).from_pretrained(tmp_path).eval()(ids).logits, after)
 
 
+def test_new_rows_without_mean_resizing_are_initial_values() -> None:
+    model = masked_model(head="mlm")
+    torch.nn.init.constant_(model.head.bias, 3.0)
+    model.resize_token_embeddings(63, mean_resizing=False)
+    assert model.head.bias[60:].tolist() == [3.0, 0.0, 0.0]
+    assert not torch.equal(model.head.weight[61], model.head.weight[62])
+
+
 def test_resized_embeddings_and_generation() -> None:
     """Never sample padding rows; sample added tokens."""
     model = causal_model()
