@@ -29,7 +29,7 @@ def decompressed(
                 yield chunk, file.tell()
             return
         stream = _decompressor(suffix)
-        fed = False
+        fed = True  # an empty file is cut short, too
         done = 0
         while chunk := file.read(piece_bytes // 4):
             if checksum is not None:

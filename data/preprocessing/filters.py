@@ -144,6 +144,17 @@ def _minhash(hashes: Any) -> Any:
     return sketch
 
 
+def bands_and_rows(threshold: float) -> tuple[int, int]:
+    """Return the bands of locality-sensitive hashing, and the hashes per band, for candidates above a similarity.
+
+    Two documents are candidates if one band agrees, which r hashes do with probability s^r at similarity s. Of pairs at the
+    threshold at least 98 % are candidates. `DuplicateIndex` compares whole signatures after that, so others cost only time.
+    """
+    found = [1 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= 0.98 for rows in range(1, PERMUTATIONS + 1)]
+    rows = found.index(False)
+    return PERMUTATIONS // rows, rows
+
+
 class DuplicateIndex:
     """Remember the kept documents of a job, and find repeats of them.
 
@@ -184,6 +195,7 @@ class DuplicateIndex:
     def _buckets_of(self, key: int) -> Any:
         from datasketch import MinHashLSH
 
+        assert self._threshold is not None
         if key not in self._buckets:
-            self._buckets[key] = MinHashLSH(threshold=self._threshold, num_perm=PERMUTATIONS)
+            self._buckets[key] = MinHashLSH(num_perm=PERMUTATIONS, params=bands_and_rows(self._threshold))
         return self._buckets[key]

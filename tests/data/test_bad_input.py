@@ -32,6 +32,8 @@ def run(path: Path, *more: str) -> int:
     [
         ("a.jsonl.zst", zstandard.compress(LINES)[:-700], "a.jsonl.zst is cut short: it ends at byte "),
         ("a.jsonl.gz", gzip.compress(LINES)[:-700], "a.jsonl.gz is cut short: it ends at byte "),
+        ("a.jsonl.zst", b"", "a.jsonl.zst is cut short: it ends at byte 0"),
+        ("a.jsonl.gz", b"", "a.jsonl.gz is cut short: it ends at byte 0"),
         ("a.jsonl", LINES + b'{"text": "\xff"}\n', "a.jsonl line 501: not valid UTF-8 at byte 10 of the line"),
         ("a.jsonl", LINES + b'{"text": "a\n', "a.jsonl line 501: not valid JSON at character "),
         (
