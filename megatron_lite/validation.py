@@ -23,6 +23,7 @@ class ValidationSet:
         total_bytes: bytes of the text of the whole set; None if unknown, and for images.
         total_tokens: tokens with a label, or images, in the whole set.
         micro_batches: number of micro-batches of this data rank in the whole set.
+        fraction: limit -> the share of the set's samples that `limit` global batches read, from 0 to 1.
         metrics: returns further metrics of the batches since the last `batches`; every process calls it. None: perplexity.
     """
 
@@ -31,6 +32,7 @@ class ValidationSet:
     total_bytes: int | None
     total_tokens: int
     micro_batches: int
+    fraction: Callable[[int], float]
     metrics: Callable[[], dict[str, float]] | None = None
 
 
@@ -88,7 +90,7 @@ def evaluate(
     if "" not in data.parts:
         values.update(by_part)
     values["evaluated_tokens"] = sum(part.weight for part in sums.values())
-    values["evaluated_fraction"] = 1.0 if limit is None else min(1.0, done / data.micro_batches)
+    values["evaluated_fraction"] = 1.0 if limit is None else data.fraction(limit)
     values["seconds"] = time.perf_counter() - begin
     return values
 

@@ -51,6 +51,8 @@ def _tokenizer(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
 
 def _blend(data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
     weights, files, key = data.blend.weights, data.train_files, ("data", "blend", "weights")
+    if len(files) < 2:
+        yield from without_effect(data.blend, ("data", "blend"), "two or more files in data.train", name="temperature")
     if data.blend.by == "weights" and weights is None:
         yield key, "is missing: data.blend.by = weights needs one for each file of data.train"
     elif weights is not None and data.blend.by != "weights":

@@ -122,6 +122,9 @@ def image_problems(config: Any) -> Problems:
     for name, crop in _CROP_OF.items():
         if crop != data.images.crop:
             yield from without_effect(data.images, ("data", "images"), f"data.images.crop = {crop}", name=name)
+    if not data.images.randaugment_layers:
+        required = "data.images.randaugment_layers of 1 or more"
+        yield from without_effect(data.images, ("data", "images"), required, name="randaugment_magnitude")
     if size is None:
         text = "is missing: data.objective = classification needs the height and width of its images, in pixels"
         yield ("model", "image_size"), text

@@ -140,6 +140,10 @@ def test_limited_validation_is_spaced_evenly_over_each_source(files):
     assert alone.total_tokens == sizes.sum()
     assert alone.parts == {part: weight / alone.total_tokens for part, weight in weights.items()}
     assert alone.total_bytes == 1000
+    count = sum(len(samples(part, None, alone)) for part in alone.parts)
+    read = sum(min(len(samples(part, None, alone)), round(5 * 4 * alone.parts[part])) for part in alone.parts)
+    assert [data.fraction(5) for data in (alone, *ranks)] == [read / count] * 3
+    assert alone.fraction(10**6) == 1
     for part, weight in weights.items():
         assert sum(sum(row) for data in ranks for _, row in samples(part, None, data)) == weight
         every = samples(part, None, alone)

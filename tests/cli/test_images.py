@@ -149,6 +149,10 @@ def test_one_process_writes_the_caches_of_all_images(arguments, images, monkeypa
             {"data.images.crop": "none", "data.images.padding": 2},
             "data.images.padding = 2 requires data.images.crop = pad; set it, or remove this key",
         ),
+        (
+            {"data.images.randaugment_layers": 0, "data.images.randaugment_magnitude": 20},
+            "data.images.randaugment_magnitude = 20 requires data.images.randaugment_layers of 1 or more",
+        ),
         ({"data.images.padding": 9}, "data.images.padding = 9: at most model.image_size = 8 is allowed"),
         (
             {"data.images.validation_crop": 1e-9},
@@ -188,9 +192,10 @@ def test_classifier_that_cannot_run_is_refused_before_anything_is_written(
             "data.images.label_key = class: data.images.train has the columns img, label",
         ),
         ({"model.vocab_size": 4}, "model.vocab_size = 4: data.images.train has 3 classes"),
+        ({"classification.teacher": "absent"}, "classification.teacher: absent does not exist"),
     ],
 )
-def test_dry_run_refuses_the_columns_and_classes_that_a_start_refuses(arguments, capsys, changes, message):
+def test_dry_run_refuses_the_images_and_the_teacher_that_a_start_refuses(arguments, capsys, changes, message):
     assert train.main([*arguments(), "--dry-run"]) == 0
     assert train.main([*arguments(**changes), "--dry-run"]) == 2
     assert message in capsys.readouterr().err
@@ -357,6 +362,14 @@ def test_unfit_teacher_is_refused(arguments, tmp_path, capsys):
     assert train.main(arguments("student", **settings, **changes)) == 2
     assert "its mean is [0.485, 0.456, 0.406], and this run has [0.5, 0.5, 0.5]" in capsys.readouterr().err
     assert not (tmp_path / "student" / "checkpoints").exists()
+
+
+def test_damaged_weights_of_a_teacher_are_refused(arguments, tmp_path, capsys):
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit" / "config.json").write_text('{"model_type": "vit"}')
+    (tmp_path / "vit" / "model.safetensors").write_bytes(bytes(range(100)))
+    assert train.main(arguments("student", **{"classification.teacher": tmp_path / "vit"})) == 2
+    assert f"classification.teacher = {tmp_path / 'vit'} cannot be loaded (" in capsys.readouterr().err
 
 
 def test_teacher_or_validation_with_another_order_of_the_classes_is_refused(arguments, images, tmp_path, capsys):

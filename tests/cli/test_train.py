@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -87,6 +88,13 @@ def test_complete_run_writes_report_metrics_plot_and_checkpoint(arguments, tmp_p
     assert f"  python train.py {shlex.join([*words, 'checkpoint.resume=never'])}   # train again" in again
     other = [word for word in words if not word.startswith("run.directory=")] + [f"run.directory={folder}-2"]
     assert f"  python train.py {shlex.join(other)}   # another run" in again, "the name does not change this folder"
+    shutil.copytree(folder, folder.with_name("moved"))
+    shutil.move(folder.with_name("moved") / "checkpoints", folder.with_name("elsewhere"))
+    moved = [f"run.directory={folder.with_name('moved')}", f"checkpoint.directory={folder.with_name('elsewhere')}"]
+    monkeypatch.setattr("sys.argv", ["train.py", *(moved_words := [*other[:-1], *moved])])
+    assert train.main(moved_words) == 0
+    both = shlex.join([*other[:-1], *(f"{word}-2" for word in moved)])
+    assert f"  python train.py {both}   # another run" in capsys.readouterr().out
     assert "  it was trained with evaluation.interval = 4, not 0; evaluation.batches = 2, not 8\n" in again
     monkeypatch.setattr("tools.planning.dry_run._time_layers", lambda *_: None)
     # Of the complete run, and of a longer one.

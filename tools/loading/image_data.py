@@ -36,13 +36,19 @@ def open_images(data: DataConfig, part: str, num_classes: int) -> LabelledImages
     )
 
 
-def check_images(data: DataConfig, num_classes: int) -> None:
-    """Raise as `find_images`, `ImageFiles.columns` and `ImageFiles.classes` for files that a start refuses. Reads no image."""
+def check_images(data: DataConfig, num_classes: int) -> tuple[str, ...]:
+    """Return the names of the classes. Reads no image.
+
+    Raises as `find_images`, `ImageFiles.columns` and `ImageFiles.classes` for files that a start refuses.
+    """
+    names: tuple[str, ...] = ()
     for part in ("train", "validation", "test"):
         files = image_files(data.images, part)
         if files is not None:
             _, label_key = files.columns(data.images.image_key, data.images.label_key)
-            files.classes(label_key, num_classes)
+            classes = files.classes(label_key, num_classes)
+            names = names or classes
+    return names
 
 
 def class_difference(names: Sequence[str], owner: str, train: Sequence[str]) -> str:

@@ -105,8 +105,11 @@ def dry_run(config: Config[ModelConfig]) -> int:
     _time_layers(model, length, device, DTYPES[sample_dtype])
     if config.data.objective == "classification":
         from tools.loading.image_data import check_images
+        from tools.pretraining.teacher import Teacher
 
-        check_images(config.data, model.vocab_size)
+        names = check_images(config.data, model.vocab_size)
+        if config.classification.teacher is not None:
+            Teacher(config, torch.device("cpu"), names)
     else:
         check_data(config.data, model.vocab_size, config.batch.sequence_length)
     manifest = check_start(config.checkpoint, config.batch.sequence_length, parameter_shapes(model))

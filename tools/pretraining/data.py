@@ -117,10 +117,15 @@ def validation_set(
     shares = {name: part.num_tokens / tokens for name, part in parts.items()}
     at_once = config.batch.micro_batch_size * grid.data_size
 
-    def part_batches(name: str, limit: int | None) -> Iterator[MicroBatch]:
+    def samples_of(name: str, limit: int) -> int:
         # Each source has its share of the samples, and at least one.
-        samples = None if limit is None else max(1, round(limit * config.batch.global_batch_size * shares[name]))
-        return validation_batches(config, parts[name], samples, grid)
+        return min(len(parts[name]), max(1, round(limit * config.batch.global_batch_size * shares[name])))
+
+    def part_batches(name: str, limit: int | None) -> Iterator[MicroBatch]:
+        return validation_batches(config, parts[name], None if limit is None else samples_of(name, limit), grid)
+
+    def fraction(limit: int) -> float:
+        return sum(samples_of(name, limit) for name in parts) / sum(map(len, parts.values()))
 
     known_bytes = total_bytes if config.data.objective == "causal" else None
     return ValidationSet(
@@ -129,6 +134,7 @@ def validation_set(
         total_bytes=known_bytes,
         total_tokens=tokens,
         micro_batches=sum(-(-len(part) // at_once) for part in parts.values()),
+        fraction=fraction,
     )
 
 

@@ -120,6 +120,7 @@ class ImageObjective:
             total_bytes=None,
             total_tokens=len(dataset),
             micro_batches=-(-len(dataset) // micro_batch),
+            fraction=lambda limit: min(1.0, limit * self._config.batch.global_batch_size / len(dataset)),
             metrics=metrics,
         )
 

@@ -194,11 +194,15 @@ def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:
 
 def complete_message(config: Config[Any], source: Path, step: int) -> str:
     """Return the message of a run that has nothing left to do."""
+    # Checkpoints in a folder of their own belong to this run.
+    other = {"run.directory": f"{config.run.directory}-2"}
+    if source.parent != config.run.path / "checkpoints":
+        other["checkpoint.directory"] = f"{source.parent}-2"
     lines = [
         f"the run {config.run.name} is complete: {counted(step, 'step')}, {source}",
         *([f"  it was trained with {changed}"] if (changed := changed_values(config, source)) else []),
         f"  {longer_command(config, 2 * step)}   # train twice as long",
-        f"  {_command(config, {'run.directory': f'{config.run.directory}-2'})}   # another run",
+        f"  {_command(config, other)}   # another run",
         f"  {_command(config, {'checkpoint.resume': 'never'})}   # train again from step 0",
         *_uses(config),
     ]

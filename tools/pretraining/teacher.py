@@ -112,12 +112,14 @@ def _checkpoint(path: Path) -> tuple[Any, dict[str, Any]]:
 
 def _exported(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return the classifier of a Hugging Face folder, by the project's or transformers' own code, and what it reads."""
+    from safetensors import SafetensorError
+
     from data.atomic_io import read_json
 
     try:
         is_export = read_config(folder)["model_type"] == "metalion"
         model = model_class(folder, "ImageClassification", trust_remote_code=not is_export).from_pretrained(folder)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{_KEY} = {folder} cannot be loaded ({reason}); name another teacher") from error
     size = getattr(model.config, "image_size", None)

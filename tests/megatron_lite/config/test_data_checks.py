@@ -85,6 +85,7 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
             (*BATCH, "batch.ramp={start: 4, increment: 8, samples: 9}"),
             "batch.ramp.increment = 8 does not divide batch.global_batch_size - batch.ramp.start = 28",
         ),
+        (("data.blend.temperature=3",), "data.blend.temperature = 3.0 requires two or more files in data.train"),
         ((*BATCH, "batch.ramp.samples=9"), "batch.ramp.start is missing: the size of the first batches"),
         (
             (*BATCH, "batch.ramp={start: 4, increment: 4}"),
