@@ -281,4 +281,4 @@ def test_runs_without_steps_and_invalid_outputs_are_refused(tmp_path: Path, caps
     assert "out.docx: the name must end in an image format" in capsys.readouterr().err
     # Matplotlib would write tmp_path.png.
     assert main([str(run), "-o", str(tmp_path)]) == 2
-    assert "cannot be written (Is a directory" in capsys.readouterr().err
+    assert "is a folder; give a file" in capsys.readouterr().err

@@ -62,7 +62,7 @@ CASES = [
     ("tools.length.__main__", "RUN -o FILE/l.png", WEIGHTS, r"--out .*: cannot be written \(Not a directory: .*file\)"),
     ("tools.length.__main__", "RUN -o OUT", WEIGHTS, "--out .*out: the name must end in an image format, such as"),
     ("tools.masked_forms", "MASKED -o OUT.json", WEIGHTS, r"--out .*out\.json: the name must end in an image format"),
-    ("tools.length.__main__", "RUN -o EMPTY", WEIGHTS, r"--out .*empty: cannot be written \(Is a directory"),
+    ("tools.length.__main__", "RUN -o EMPTY", WEIGHTS, r"--out .*empty: is a folder; give a file"),
     ("tools.masked_forms", "MASKED -o /proc/f.png", WEIGHTS, r"--out /proc/f\.png: cannot be written"),
     ("tools.inspect_data", "NONE --histogram /proc/l.png", "tools.inspect_data.IndexedTokens", "--histogram /proc/l"),
     ("tools.convert_hf", "export RUN OUT --text NONE", "tools.conversion.export_hf.export", "nothing: No such file"),

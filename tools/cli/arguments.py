@@ -154,7 +154,7 @@ def check_writable(path: Path, flag: str) -> None:
         folder = folder.parent
     try:
         if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise ValueError(f"{flag} {path}: is a folder; give a file")
         # Permissions do not suffice: root has all of them, but cannot write to /proc or a read-only mount.
         with tempfile.TemporaryFile(dir=folder):
             pass

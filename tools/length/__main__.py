@@ -110,17 +110,18 @@ def measure_run(
 
     masked = bool(loaded.model.config.bidirectional_mixers())
     prefix = data or str(validation_text(loaded).prefix)
-    size, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
+    in_file, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
+    size = min(in_file, tokens)
     lengths = _lengths(loaded.run, loaded.model.config, loaded.config, requested)
     least = lengths[0] if masked else trained
     lengths = lengths if requested else [length for length in lengths if length <= size]
     if not lengths or max(lengths) > size or (not masked and trained not in lengths):
         raise ValueError(
-            f"{prefix} has {size:,} tokens, too few for pieces of {max([*lengths, least]):,}: "
-            "give shorter --lengths or another --data"
+            f"{prefix} has {in_file:,} tokens, and --tokens is {tokens:,}: too few for pieces of "
+            f"{max([*lengths, least]):,}; give shorter --lengths, more --tokens or another --data"
         )
     longest = max(lengths)
-    total = len(lengths) * pieces_read(size, longest, tokens)
+    total = len(lengths) * pieces_read(in_file, longest, tokens)
     with ProgressBar(total=total, desc=loaded.run.name, unit="piece", leave=False) as bar:
         if masked:
             options = {"longest": longest, "tokens": tokens, "progress": bar.update}

@@ -105,8 +105,8 @@ def cut(piece: dict[str, Tensor], length: int, device: torch.device) -> dict[str
 
 
 def pieces_read(tokens_in_file: int, longest: int, tokens: int) -> int:
-    """Return how many whole pieces of the longest length are read: at least one if the file has one."""
-    return min(tokens_in_file // longest, max(1, tokens // longest))
+    """Return how many whole pieces of the longest length are read."""
+    return min(tokens_in_file, tokens) // longest
 
 
 def loss_table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:

@@ -95,10 +95,10 @@ class Experiment(_Section):
     suite: Literal["mqar", "mad", "lra"]
     title: str
     output: Path
-    tasks: tuple[str, ...]
-    models: tuple[str, ...]
-    widths: tuple[int, ...]
-    lrs: tuple[FromZero, ...]
+    tasks: tuple[str, ...] = Field(min_length=1)
+    models: tuple[str, ...] = Field(min_length=1)
+    widths: tuple[int, ...] = Field(min_length=1)
+    lrs: tuple[FromZero, ...] = Field(min_length=1)
     more_lrs: MoreRates = MoreRates()
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr: float = Field(default=0.0, ge=0)

@@ -87,8 +87,8 @@ def test_documents_of_a_run_with_resets_share_no_context(trained_run: Path, mask
 
 def test_defaults_are_multiples_as_far_as_the_text_goes(trained_run: Path) -> None:
     loaded = load_model(trained_run, device="cpu")
-    result = measure_run(loaded, tokens=1)
-    size = IndexedTokens(validation_text(loaded).prefix).num_tokens
+    assert IndexedTokens(validation_text(loaded).prefix).num_tokens > 600
+    result, size = measure_run(loaded, tokens=600), 600
     assert [row["length"] for row in result["by_length"]] == [n for n in (16, 32, 64, 128, 256, 512, 1024) if n <= size]
     assert result["by_length"][0]["tokens"] == result["by_length"][-1]["length"]
 
@@ -108,7 +108,7 @@ def test_an_odd_length_has_no_half(trained_run: Path, tmp_path: Path) -> None:
 
 def test_a_text_shorter_than_the_trained_length_says_what_is_needed(trained_run: Path, tmp_path: Path) -> None:
     loaded = load_model(trained_run, device="cpu")
-    with pytest.raises(ValueError, match="has 20 tokens, too few for pieces of 32"):
+    with pytest.raises(ValueError, match=r"has 20 tokens, and --tokens is [\d,]+: too few for pieces of 32"):
         measure_run(loaded, data=write_tokens(tmp_path / "short", 20))
 
 
@@ -139,9 +139,9 @@ def test_masked_models_read_whole_pieces_only(masked_run: Path, tmp_path: Path) 
     masked = int(rows[0]["tokens"])
     # Of 1024 tokens, not of all: the rate is 0.15.
     assert masked == int(rows[-1]["tokens"]) < 1024 * 0.15 * 1.1
-    with pytest.raises(ValueError, match=f"has {size:,} tokens, too few for pieces of 2,048"):
+    with pytest.raises(ValueError, match=rf"has {size:,} tokens, and --tokens is [\d,]+: too few for pieces of 2,048"):
         measure_run(loaded, [128, 2048])
-    with pytest.raises(ValueError, match="has 100 tokens, too few for pieces of 128"):
+    with pytest.raises(ValueError, match=r"has 100 tokens, and --tokens is [\d,]+: too few for pieces of 128"):
         measure_run(loaded, data=write_tokens(tmp_path / "short", 100))
 
 

@@ -154,7 +154,8 @@ def test_steps_are_whole_batches(runs: Callable[..., list[Run]]) -> None:
         (["batch_size=0"], r"batch_size = 0: whole number >= 1, or mapping to: whole number >= 1 is allowed"),
         (["batch_size={64: 0}"], r"whole number >= 1 is allowed"),
         (["seeds=[-1]"], r"seeds = \[-1\]: list of: whole number >= 0 is allowed"),
-        (["lrs=[-1]"], r"lrs = \[-1\]: list of: number >= 0 is allowed"),
+        (["lrs=[-1]"], r"lrs = \[-1\]: list of 1 or more: number >= 0 is allowed"),
+        (["lrs=[]"], r"lrs = \[\]: list of 1 or more: number >= 0 is allowed"),
         (["epochs=many"], r'epochs = "many": whole number >= 1 is allowed'),
     ],
 )
