@@ -15,7 +15,7 @@ from megatron_lite.validation import ValidationSet, evaluate
 def metrics_of(
     sums: dict[str, EvaluationSums], shares: dict[str, float], total_bytes: int | None = None, limit: int | None = 3
 ) -> dict[str, float]:
-    """Evaluate a set of 100 tokens in 16 micro-batches, of which `limit` global batches read a quarter."""
+    """Evaluate a set of 100 tokens in 16 micro-batches, of which `limit` global batches read 30 %."""
 
     def part_sums(batches: Any) -> EvaluationSums:
         name, requested = batches
@@ -23,7 +23,7 @@ def metrics_of(
         return sums[name]
 
     data = ValidationSet(
-        lambda *batches: batches, shares, total_bytes, total_tokens=100, micro_batches=16, fraction=lambda _: 0.25
+        lambda *batches: batches, shares, total_bytes, total_tokens=100, micro_batches=16, fraction=lambda _: 0.3
     )  # type: ignore[arg-type, return-value]
     return evaluate(SimpleNamespace(evaluate=part_sums), data, limit)  # type: ignore[arg-type]
 
@@ -41,7 +41,7 @@ def test_parts_of_a_selection_count_by_their_shares():
             "loss/books": 2.0,
             "loss/web": 3.0,
             "evaluated_tokens": 12.0,
-            "evaluated_fraction": 0.25,
+            "evaluated_fraction": 0.3,
         }
     )
 
