@@ -185,9 +185,11 @@ class ClassificationHead(nn.Module):
         out = F.linear(pooled, self.weight, self.bias)
         if labels is not None:
             logits = to_accumulation_dtype(out)
-            if labels.device.type == "cpu" and not ((labels >= 0) & (labels < len(self.weight))).all():
+            classes = len(self.weight)
+            # On a GPU the host would wait for the labels.
+            if labels.device.type == "cpu" and len(wrong := labels[(labels < 0) | (labels >= classes)]):
                 raise ValueError(
-                    f"labels {labels.tolist()}: allowed are 0 to {len(self.weight) - 1}, the classes of model.vocab_size"
+                    f"label {int(wrong[0])}: allowed are 0 to {classes - 1}, the classes of model.vocab_size"
                 )
             weight = torch.ones_like(labels, dtype=logits.dtype) if loss_weight is None else loss_weight
             if weight.shape != labels.shape:
